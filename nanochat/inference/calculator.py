@@ -15,10 +15,13 @@ import re
 from fractions import Fraction
 
 MAX_LENGTH = 256  # characters of an expression
-MAX_NESTING = 32  # opening parentheses in it
-DIGITS = 12       # digits kept after the point of a result, zeros in front not counted
+# Opening parentheses: Python's parser is recursive.
+MAX_NESTING = 32
+# Digits that a result keeps after its point; zeros in front do not count.
+DIGITS = 12
 
-NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"  # 1,250.5 has a thousands comma, 12,50 has none
+# The comma in 1,250.5 divides thousands; 12,50 is no number.
+NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 STRING = r"'[^'\\\n]*'|\"[^\"\\\n]*\""
 TOKEN = re.compile(rf"(?P<number>{NUMBER})|(?P<string>{STRING})|(?P<space>\s+)|\.\s*count\b|[-+*/%()]")
 OPERATORS = {
@@ -64,11 +67,11 @@ def evaluate(node: ast.expr) -> Fraction:
             return OPERATORS[type(sign)](evaluate(left), evaluate(right))
         case ast.Call(ast.Attribute(ast.Constant(str(whole)), "count"), [ast.Constant(str(part))], []) if part:
             return Fraction(whole.count(part))
-    raise ValueError("not an expression of these")
+    raise ValueError("not arithmetic")
 
 
 def write(value: Fraction) -> str:
-    """In decimals; a result that has no end is rounded."""
+    """The number in decimals; a result without an end is rounded."""
     whole = str(abs(value.numerator) // value.denominator).lstrip("0")
     with decimal.localcontext(prec=len(whole) + DIGITS):
         quotient = decimal.Decimal(value.numerator) / value.denominator

@@ -55,7 +55,7 @@ def to_parts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, str]
 
 
 def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of an answer that the user sees: without calls of the tool and their output."""
+    """The text of an answer that the user sees: without calls of tools and their output."""
     return text_of(to_parts(tokenizer, tokens))
 
 
@@ -100,7 +100,7 @@ class StopStrings:
         return [Delta("text", text[:shown])] if shown else []
 
     def end(self) -> list[Delta]:
-        """The text ends without another token: what was held back, unless a string was found."""
+        """The text has ended: what was held back, unless a string was complete."""
         held = self.held
         self.held = ""
         return [Delta("text", held)] if held and not self.found else []

@@ -40,8 +40,10 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
-MOST_TOGETHER = 512  # tokens of several short prompts that are read in one pass
-FinishReason = Literal["stop", "length"]  # a stop token; max_tokens or the end of the context
+# Short prompts are read in one pass up to this many tokens: it takes hardly longer than one prompt alone.
+MOST_TOGETHER = 512
+# "stop": a stop token; "length": max_tokens or the end of the context.
+FinishReason = Literal["stop", "length"]
 
 
 def default_stop(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -53,30 +55,33 @@ def default_stop(tokenizer: Tokenizer) -> tuple[int, ...]:
 class Reading:
     """A prompt as far as it has been read, once for all answers to it."""
     prefix: Prefix = Prefix()
-    cached: int = 0                         # tokens that were not read: the prompt cache had them
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens so far, if they are asked for
+    cached: int = 0                         # tokens that came from the prompt cache
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each token read, if sampling wants them
 
 
 @dataclass(eq=False)
 class Answer:
     """One continuation of a prompt: `add` returns it, `step` extends it. A stop token that ends it is its last one."""
-    prompt: list[int]                       # as the model reads it: truncated, if that was asked for
+    prompt: list[int]                       # as the model reads it, perhaps truncated
     sampling: SamplingParams
     owner: str
-    limit: int                              # most tokens: max_tokens, or up to the end of the context
+    limit: int                              # maximum number of tokens: max_tokens, or what the context leaves
     rng: random.Random
-    adjustment: Adjustment | None           # of its logits after the tokens so far, if sampling asks for any
+    adjustment: Adjustment | None           # what is added to its logits, if sampling adjusts any
     reading: Reading | None                 # None as soon as it has a row
-    tokens: list[int] = field(default_factory=list)  # the model has not read the last one yet
-    forced: list[bool] = field(default_factory=list)  # for each token: written by the tool, not drawn from the model
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token, if sampling.logprobs asks for them
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token of the prompt, likewise
+    # The model has not read the last token yet.
+    tokens: list[int] = field(default_factory=list)
+    # For each token: whether the tool wrote it. RL does not reinforce these.
+    forced: list[bool] = field(default_factory=list)
+    # For each token, if sampling.logprobs is set; likewise for the prompt's.
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None          # why it ended early: its prompt could not be read, or its grammar failed
     cached: int = 0                         # tokens of the prompt that the prompt cache had
-    output: deque[int] = field(default_factory=deque)  # what the tool has still to write
+    output: deque[int] = field(default_factory=deque)  # tokens that the tool has still to write
     expression: list[int] | None = None     # tokens since <|python_start|>
-    calls: int = 0                          # of a library
+    calls: int = 0                          # calls of a library, which are limited
 
     @property
     def unread(self) -> int:
@@ -109,7 +114,8 @@ class Engine:
         special = tokenizer.encode_special
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
-        self.oldest_next = True     # whose piece is read next: the oldest prompt's, or the shortest one's
+        # Whether the next piece is the oldest prompt's, or the shortest prompt's.
+        self.oldest_next = True
         self.clear()
 
     # ---- Requests
@@ -121,8 +127,8 @@ class Engine:
         """
         Queue a prompt, for step() to write num_samples continuations. UserError if the model cannot read the prompt.
 
-        Sample i is the i-th draw of sampling.seed, in any company. Among several owners, the one
-        with the fewest places gets the next one that is free.
+        Sample i is the i-th draw of sampling.seed, whatever else is decoded. The owner with the fewest places gets the
+        next free one.
         """
         prompt = self.fit(prompt, sampling, truncate)
         # The last token is written, not read: an answer may end one token beyond the context.
@@ -206,13 +212,14 @@ class Engine:
         """Give free places to the owners who have fewest, and there to the answer that has waited longest."""
         while self.waiting and len(self.running) + len(self.reading) < self.max_batch:
             places = Counter(answer.owner for answer in self.running + self.reading)
-            owner = min(self.waiting, key=lambda owner: places[owner])  # ties: the one who got a place longest ago
+            # Ties go to the owner who got a place longest ago: `waiting` is in that order.
+            owner = min(self.waiting, key=lambda owner: places[owner])
             if places[owner] >= self.max_per_owner:
                 break
             answers = self.waiting.pop(owner)
             self.reading.append(answers.popleft())
             if answers:
-                self.waiting[owner] = answers   # behind the other owners
+                self.waiting[owner] = answers   # goes behind the other owners
             self._look_up(self.reading[-1])
 
     def _read(self, budget: float) -> tuple[list[Tensor], list[Answer]]:
@@ -223,11 +230,12 @@ class Engine:
         hidden: list[Tensor] = []
         failed: list[Answer] = []
         while self.reading:
-            # A short prompt passes the long ones, but every second piece is the oldest prompt's: none waits for ever.
+            # A short prompt overtakes long ones. Every second piece is the oldest prompt's, so that none waits for ever.
             answer = min(self.reading, key=lambda answer: answer.unread)
             if self.oldest_next and answer.unread:
                 answer = self.reading[0]
-            self._look_up(answer)  # another prompt with the same beginning may have been read
+            # Another prompt with the same beginning may have been read since.
+            self._look_up(answer)
             if min(answer.unread, PIECE) > budget:
                 break
             try:
@@ -237,7 +245,8 @@ class Engine:
                 if answer.unread:
                     continue
                 self.model.insert(answer.reading.prefix)
-            except Exception as error:  # out of memory, perhaps: the rows of the others are as they were
+            except Exception as error:
+                # E.g. out of memory; the other rows are unaffected.
                 waiting = self.waiting.get(answer.owner, ())
                 sharing = [other for other in (*self.reading, *waiting) if other.reading is answer.reading]
                 for other in sharing:
@@ -264,7 +273,8 @@ class Engine:
         except Exception:
             if len(parts) == 1:
                 raise
-            parts = parts[:1]  # the others' turn comes: then it is seen whose fault it was
+            # Retry the first prompt alone; the others are retried later, so the bad one is found.
+            parts = parts[:1]
             prefixes = self.model.extend(parts)
         for other, prefix, (_, tokens) in zip(together, prefixes, parts):
             self._after_piece(other, prefix, len(tokens))
@@ -272,8 +282,8 @@ class Engine:
 
     def _short_prompts(self, answer: Answer, budget: float) -> list[Answer]:
         """
-        The answer, and others whose rest of a prompt is read with it: a pass over several takes hardly longer than one
-        over the shortest. Whole pieces are read alone. The prompt cache keeps them, and company changes last digits.
+        The answer, and others whose last, short pieces are read with it. Whole pieces are read alone: the prompt cache
+        keeps them, and reading several prompts together changes last digits.
         """
         together = {answer.reading: answer}
         left = min(budget, MOST_TOGETHER) - answer.unread
@@ -285,7 +295,7 @@ class Engine:
         return list(together.values())
 
     def _after_piece(self, answer: Answer, prefix: Prefix, count: int) -> None:
-        """The last `count` tokens of this prefix have been read."""
+        """Keep a prefix whose last `count` tokens have just been read, and their log-probabilities."""
         reading, prompt = answer.reading, answer.prompt
         reading.prefix = prefix
         self.prompt_cache.keep(prompt[: prefix.length], answer.owner, lambda start, _: prefix.pieces[start // PIECE])
@@ -300,7 +310,7 @@ class Engine:
         reading.logprobs += token_logprobs(logits, targets, top, self.model.config.softcap)
 
     def _look_up(self, answer: Answer) -> None:
-        """Take what the prompt cache has of the answer's prompt; it has no log-probabilities."""
+        """Take what the prompt cache has of the answer's prompt, unless log-probabilities are needed: it has none."""
         reading = answer.reading
         if answer.sampling.prompt_logprobs is None:
             before = reading.prefix.length
@@ -345,7 +355,7 @@ class Engine:
                 answer.error = error
 
     def _use_tool(self, answer: Answer, token: int) -> None:
-        """Collect an expression; at its end the result comes next. What cannot be computed is left to the model."""
+        """Collect an expression; at its end queue the result. If there is none, the model goes on."""
         if token == self.python_start:
             answer.expression = []
         elif token == self.python_end and answer.expression is not None:
@@ -361,7 +371,8 @@ class Engine:
     def _free(self, row: int) -> None:
         """Drop the answer in a row. The prompt cache keeps a copy; the last row moves here, as in `CachedModel`."""
         answer = self.running[row]
-        tokens = (answer.prompt + answer.tokens)[: self.model.rows[row].length]  # those that the model has read
+        # The model has not read the last token.
+        tokens = (answer.prompt + answer.tokens)[: self.model.rows[row].length]
         self.prompt_cache.keep(tokens, answer.owner, partial(self.model.piece, row))
         self.model.remove(row)
         self.running[row] = self.running[-1]
@@ -381,8 +392,8 @@ class Engine:
         samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         answers = []
         try:
-            for prompt, its_sampling in zip(prompts, samplings, strict=True):
-                answers += self.add(prompt, its_sampling, num_samples, truncate)
+            for prompt, params in zip(prompts, samplings, strict=True):
+                answers += self.add(prompt, params, num_samples, truncate)
             with progress(None, "answering", "answers", len(answers)) as bar:
                 for advanced in until_stopped(self._until_done(), every=16):
                     bar.update(sum(answer.finish_reason is not None for answer in advanced))

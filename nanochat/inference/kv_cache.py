@@ -28,7 +28,8 @@ from torch import Tensor
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import norm, rotary_angles
 
-CAPACITY_UNIT = 64  # positions; the capacity is a multiple of it
+# The capacity is a multiple of this many positions, so that it rarely changes.
+CAPACITY_UNIT = 64
 
 
 class Prefix(NamedTuple):
@@ -38,7 +39,7 @@ class Prefix(NamedTuple):
     length: int = 0                  # tokens: the sum of the pieces' T
     last: int = -1                   # the last token; −1: none
     begin: int = 0                   # where the last document among them begins
-    hidden: Tensor | None = None     # (T, C), what the head reads, of the last piece; None: it was not computed here
+    hidden: Tensor | None = None     # (T, C), what the head reads, for the last piece; None: it came from the cache
 
 
 class CachedModel:
@@ -52,11 +53,12 @@ class CachedModel:
         self.config = model.config
         self.max_rows = max_rows
         config, device = model.config, model.lm_head.weight.device
-        self.products = []  # of each block: qkv, attention's projection, the two of the MLP
+        self.products = []  # for each block: qkv, attention's projection, the two of the MLP
         with torch.inference_mode():
             for block in model.transformer.h:
                 attn, mlp = block.attn, block.mlp
-                qkv = torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight))  # one product for all heads
+                # One product for all heads: fewer, larger reads of memory.
+                qkv = torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight))
                 weights = qkv, attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight
                 self.products.append([linear(weight) for weight in weights])
             self.head = linear(model.lm_head.weight)
@@ -65,7 +67,8 @@ class CachedModel:
 
     def clear(self) -> None:
         """Forget every sequence."""
-        self.rows: list[Prefix] = []    # what has been read of each row, without its tensors
+        # What each row has read, without its tensors, which are in `kv`.
+        self.rows: list[Prefix] = []
         config = self.config
         self.kv = self.model.lm_head.weight.new_empty(config.n_layer, 2, 0, config.n_kv_head, 0, config.head_dim)
 
@@ -82,27 +85,26 @@ class CachedModel:
         columns, extended = self.columns(prompts)
         lengths = [len(tokens) for _, tokens in prompts]
         masks = []
-        for (prefix, _), after, its_columns in zip(prompts, extended, columns.split(lengths, dim=1)):
-            masks.append(self.masks(its_columns[:, None], prefix.length, after.length))
+        for (prefix, _), after, own in zip(prompts, extended, columns.split(lengths, dim=1)):
+            masks.append(self.masks(own[:, None], prefix.length, after.length))
 
-        new = []        # of each layer (2, H_kv, T, D)
+        new = []        # for each layer (2, H_kv, T, D)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             new.append(torch.stack((k, v)).transpose(1, 2))
             outputs = []
-            for (prefix, _), its_masks, its_q, its_kv in zip(
-                prompts, masks, q.split(lengths), new[layer].split(lengths, dim=2)
-            ):
+            new_kv = new[layer].split(lengths, dim=2)
+            for (prefix, _), by_layer, queries, own in zip(prompts, masks, q.split(lengths), new_kv):
                 earlier = [piece[layer] for piece in prefix.pieces]
-                kv = torch.cat([*earlier, its_kv], dim=2)       # (2, H_kv, length, D)
-                outputs.append(attention(its_q[None], kv[:, None], *its_masks[layer])[0])
+                kv = torch.cat([*earlier, own], dim=2)      # (2, H_kv, length, D)
+                outputs.append(attention(queries[None], kv[:, None], *by_layer[layer])[0])
             return torch.cat(outputs)
 
         hidden = self.hidden(*columns[:3], attend).split(lengths)   # (tokens, C) each
         pieces = torch.stack(new).split(lengths, dim=3)             # (n_layer, 2, H_kv, tokens, D) each
         return [
-            after._replace(pieces=(*prefix.pieces, piece), hidden=its_hidden)
-            for (prefix, _), after, piece, its_hidden in zip(prompts, extended, pieces, hidden)
+            after._replace(pieces=(*prefix.pieces, piece), hidden=h)
+            for (prefix, _), after, piece, h in zip(prompts, extended, pieces, hidden)
         ]
 
     # ---- Rows
@@ -132,7 +134,8 @@ class CachedModel:
             self.clear()
             return
         capacity = self.rounded(1.25 * max(prefix.length for prefix in self.rows))
-        if self.kv.size(4) > 2 * capacity:  # a long sequence has left: nobody should go on computing with its positions
+        # When a long sequence has left, nobody should go on computing with its positions.
+        if self.kv.size(4) > 2 * capacity:
             self.resize(self.kv.size(2), capacity)
 
     @torch.inference_mode()
@@ -165,8 +168,8 @@ class CachedModel:
 
     def columns(self, parts: list[tuple[Prefix, list[int]]]) -> tuple[Tensor, list[Prefix]]:
         """
-        What the blocks have to know of the next tokens of several sequences, end to end: (4, N), of each the token, the
-        one before it, its position, and where its document begins. And each prefix after them, without its tensors.
+        The next tokens of several sequences, end to end, as the blocks read them: (4, N), for each the token, the token
+        before it, its position, and where its document begins. And each prefix after them, without its tensors.
         """
         columns, extended = [], []
         for prefix, tokens in parts:
@@ -246,7 +249,7 @@ class CachedModel:
         return min(units * CAPACITY_UNIT, self.config.sequence_len)
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Copy into a cache of this size. New places are zeros: a NaN in memory, masked to zero, would stay NaN."""
+        """Copy into a cache of this size. New places are zeros: zero times a NaN left in memory would be NaN."""
         old = self.kv[:, :, :, :, :capacity]
         n_layer, _, old_rows, heads, kept, D = old.shape
         self.kv = old.new_zeros(n_layer, 2, rows, heads, capacity, D)
@@ -308,7 +311,8 @@ def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
             packed_product(packed, weight[:1])
             return partial(packed_product, packed)
         except (AttributeError, NotImplementedError, RuntimeError):
-            pass    # these kernels are not torch's public interface, and not for every processor
+            # These kernels are no public interface of torch, and not made for every processor.
+            pass
     return partial(torch.mm, mat2=weight.T.contiguous())
 
 

@@ -3,8 +3,8 @@ Keys and values of tokens that were read before, so that the next turn of a conv
 same system prompt, does not read them again.
 
 They are kept in pieces of PIECE tokens, each under its owner and *all* tokens up to its end: two prompts that begin
-alike share the pieces of their common beginning. Owners do not share. A hit is seen in the usage and in the time, so it
-would tell one client what another has asked.
+alike share the pieces of their common beginning. Owners do not share: usage and time show a hit, so it would tell one
+client what another has asked.
 """
 from collections.abc import Callable
 
@@ -39,10 +39,10 @@ class PromptCache:
         return prefix
 
     def keep(self, tokens: list[int], owner: str, piece: Callable[[int, int], Tensor]) -> None:
-        """These tokens were read or used now; piece(start, end) gives their keys and values, if they are not here."""
+        """Mark these tokens' pieces as just used; piece(start, end) gives keys and values that are not here yet."""
         if not self.limit:
             return
-        # From the end: a piece is of no use without those before it, so these must stay longer.
+        # From the end: a piece is useless without the pieces before it, so these must stay longer.
         for start in reversed(range(0, len(tokens) + 1 - PIECE, PIECE)):
             end = start + PIECE
             key = owner, *tokens[:end]
@@ -50,7 +50,8 @@ class PromptCache:
             if kept is None:
                 kept = piece(start, end)
                 self.size += kept.nbytes
-            self.pieces[key] = kept     # a dict keeps its order: what was used now is last
+            # A dict keeps its order: the most recently used piece is last.
+            self.pieces[key] = kept
         while self.size > self.limit:
             oldest = next(iter(self.pieces))
             self.size -= self.pieces.pop(oldest).nbytes

@@ -24,14 +24,21 @@ except ImportError:  # a Python that was built without it
     sqlite3 = None
 
 COMMAND = "python -m scripts.library --source=…"
-TERMS = 5          # stems of a question that passages are chosen by, the rarest: frequent ones take most of the time
-CANDIDATES = 20    # passages that BM25 puts first, compared closely
-ENOUGH = 0.5       # of a question's weight has to be in a passage, or nothing was found
-SIMILAR = 0.85     # of the last part of a misspelled title: the least ratio of difflib
-TIME_LIMIT = 0.25  # seconds of a query: it takes milliseconds, but on a slow disk
-LONGEST = 256      # characters of a question that are read
+# Passages are chosen by the rarest stems of a question: frequent stems would take most of the time.
+TERMS = 5
+# Passages that BM25 ranks highest, which are then compared closely.
+CANDIDATES = 20
+# A passage answers a question only if it has this share of the question's weight.
+ENOUGH = 0.5
+# The lowest difflib ratio of a misspelled title's last part.
+SIMILAR = 0.85
+# Seconds for a query. It takes milliseconds, except on a slow disk.
+TIME_LIMIT = 0.25
+# Characters of a question that are read.
+LONGEST = 256
 
-CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each character counts as a word
+# Scripts without blanks between words: each character counts as a word.
+CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
 # stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
@@ -42,7 +49,7 @@ SENTENCE = re.compile(r".*?(?:[.!?。！？](?= |$)|$)", re.DOTALL)
 NAMED = """SELECT title, text, place FROM passages
 WHERE last = ?1 AND (key = ?2 OR substr(key, -1 - length(?2)) = '.' || ?2)
 ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
-# Of the same module, so that math.cubert is not math.cbrt only because both are of math.
+# Only names of the same module: math.cubert is not math.cbrt only because both are in math.
 ALIKE = """SELECT DISTINCT last FROM passages
 WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
 # FTS5's rank is its bm25: negative, and the smaller the better.
@@ -109,8 +116,8 @@ class Library:
         return None
 
     def search(self, words: str) -> Passage | None:
-        """The best passage about these words; None where none has enough of them."""
-        weights = {}  # of a question's stems: inverse document frequency
+        """The best passage about these words; None if none has enough of them."""
+        weights = {}  # a question's stems: inverse document frequency
         for stem in set(stems(words[:LONGEST])) - STOP_STEMS:
             counts = self.query("SELECT passages FROM words WHERE word = ?", stem) or [(0,)]
             weights[stem] = math.log(1 + self.passages / (1 + counts[0][0]))
@@ -131,7 +138,7 @@ class Library:
         return max(ranking)[1] if ranking else None
 
     def query(self, statement: str, *values: Any) -> list[tuple]:
-        """All rows; none where the file cannot be read or the time is over."""
+        """All rows; none if the file cannot be read or the time is over."""
         with self.lock:
             self.deadline = time.monotonic() + TIME_LIMIT
             try:
@@ -166,7 +173,7 @@ def last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-# They say how somebody asks, not what about.
+# Words of a question that say nothing about its subject.
 STOP_STEMS = frozenset(stems("""
 a about am an and are as at be been but by can could describe did do does explain for from get had has have how i if in
 into is it its just like may me mean means meant might my need of on or our please shall should show so some tell than

@@ -16,7 +16,8 @@ from nanochat.runtime.errors import UserError, first_line
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-COLDEST = 1e-5  # temperatures below it are greedy
+# Lower temperatures are greedy: 1 / temperature has to stay a number that float32 can hold.
+COLDEST = 1e-5
 # Tokens that top_p without top_k compares first. On a CPU sorting 16 rows of 65,536 takes 77 ms, choosing 2,048 10 ms.
 NUCLEUS = 2048
 
@@ -76,7 +77,7 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias or self.grammar)
 
     def candidates(self, vocab_size: int) -> str:
-        """Which tokens have to be compared, from the cheapest to the most expensive way."""
+        """Which tokens have to be compared: from the cheapest way to the most expensive one."""
         if self.temperature < COLDEST:
             return "best"
         if 0 < self.top_k < vocab_size:
@@ -111,10 +112,10 @@ def draw(
 ) -> list[int]:
     """
     A token for each row: logits (B, V), float32, before the softcap; uniforms within [0, 1), one for each row;
-    softcap: the model's, None or 0 for none; adjustments: of each row's answer, if any row's logits are adjusted.
+    softcap: the model's, None or 0 for none; adjustments: one for each row, if any row's logits are adjusted.
 
-    A row's token depends on its own logits, sampling, uniform and answer only. Rows that need the same candidates are
-    drawn together; the tokens are read from the device once.
+    A row's token depends on its own logits, sampling, uniform and answer only. Rows that compare the same candidates
+    are drawn together; the tokens are read from the device once.
     """
     groups = defaultdict(list)
     for row, sampling in enumerate(samplings):
@@ -123,17 +124,18 @@ def draw(
     for (kind, adjusts), rows in groups.items():
         part = logits[rows]     # a copy
         still_to_cap = softcap
-        its_samplings = [samplings[row] for row in rows]
-        if adjusts:  # penalties are defined on capped logits
+        if adjusts:
+            # Penalties are defined on capped logits.
             part = cap(part, softcap)
             still_to_cap = None
             adjust(part, [adjustments[row] for row in rows])
         if kind == "best":
             tokens[rows] = most_probable(part, still_to_cap)
         else:
-            its_uniforms = [uniforms[row] for row in rows]
-            tokens[rows] = draw_candidates(part, kind, its_samplings, its_uniforms, still_to_cap)
-    return tokens.tolist()  # the one read of this step
+            settings = [(samplings[row], uniforms[row]) for row in rows]
+            tokens[rows] = draw_candidates(part, kind, *zip(*settings), still_to_cap)
+    # The host waits for the device here, once in a step.
+    return tokens.tolist()
 
 
 def adjust(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
@@ -171,12 +173,12 @@ def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def draw_candidates(
-    logits: Tensor, kind: str, samplings: list[SamplingParams], uniforms: list[float], softcap: float | None
+    logits: Tensor, kind: str, samplings: Sequence[SamplingParams], uniforms: Sequence[float], softcap: float | None
 ) -> Tensor:
     """(B, V) → (B,): where the uniform number falls among the probabilities of a row's candidates, put end to end."""
     device = logits.device
 
-    def column(numbers: list) -> Tensor:
+    def column(numbers: Sequence[float]) -> Tensor:
         return torch.tensor(numbers, device=device)[:, None]  # (B, 1)
 
     if kind == "top_k":
@@ -189,7 +191,8 @@ def draw_candidates(
         coldness *= 2 * softcap
     else:
         logits = logits - logits.amax(-1, keepdim=True)
-    coldness.clamp_(min=1e-30)  # at an endless temperature a forbidden token's −∞ times 0 would be NaN
+    # At an endless temperature a forbidden token's −∞ times 0 would be NaN.
+    coldness.clamp_(min=1e-30)
     p = (logits * coldness).softmax(-1)  # (B, K), or (B, V)
     top_p = column([sampling.top_p for sampling in samplings])
     if kind == "top_k":
@@ -201,9 +204,10 @@ def draw_candidates(
     reached = p.cumsum(-1)
     if kind == "all":
         # The last token with a probability above 0; rounding leaves the sum not quite 1.
-        last = torch.searchsorted(reached, reached[:, -1:].contiguous())    # (B, 1)
+        last = torch.searchsorted(reached, reached[:, -1:].contiguous())  # (B, 1)
     else:
-        kept = (reached - p < top_p) & (p > 0)  # the tokens before it fall short of top_p
+        # A token is kept while the tokens before it fall short of top_p.
+        kept = (reached - p < top_p) & (p > 0)
         last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1
     place = torch.searchsorted(reached, column(uniforms) * reached.gather(1, last), right=True).minimum(last)
     return place[:, 0] if kind == "all" else ids.gather(1, place)[:, 0]

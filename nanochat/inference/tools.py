@@ -17,10 +17,13 @@ from nanochat.inference.calculator import calculate
 from nanochat.inference.retrieval import Library, Passage, library_path
 
 NOTHING = "nothing"
-MOST_CALLS = 3      # of one answer: a model that repeats itself would never end
-RESULT_TOKENS = 64  # a model with a context of 256 has to keep room for the question and the answer
-QUERIES = ("lookup", "search")  # methods of a library that can be called
-CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
+# Calls in one answer: a model that repeats itself would never end.
+MOST_CALLS = 3
+# A model with a context of 256 has to keep room for the question and the answer.
+RESULT_TOKENS = 64
+# Methods of a library that a model can call.
+QUERIES = ("lookup", "search")
+TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
 SENTENCE_END = re.compile(r"(?<=[.!?]) |(?<=[。！？])")
 
 
@@ -32,17 +35,17 @@ class Tools:
 
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds."""
-        call = CALL.fullmatch(expression)
+        call = TOOL_CALL.fullmatch(expression)
         if call is None or self.library is None or call[1] not in QUERIES:
             return None
         return getattr(self.library, call[1])(call[3].strip())
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int) -> str | None:
         """
-        What comes back; None for a text that is no call and cannot be computed: the model goes on by itself.
-        calls: how many calls this answer has made before; arithmetic is none.
+        What comes back; None for a text that is neither a call nor arithmetic: then the model goes on.
+        calls: calls that this answer has made before; arithmetic does not count.
         """
-        call = CALL.fullmatch(expression)
+        call = TOOL_CALL.fullmatch(expression)
         if call is None:
             return calculate(expression)
         if calls >= MOST_CALLS:
@@ -54,7 +57,7 @@ class Tools:
 
 
 def open_tools(library: str | None) -> Tools:
-    """With a library, by its name or its file; None: with that of Python, if it has been made."""
+    """The tools with a library, given by its name or its file; None: Python's own, if it has been made."""
     path = library_path(library or "python")
     if library is None and not path.is_file():
         return Tools()
@@ -64,11 +67,11 @@ def open_tools(library: str | None) -> Tools:
 
 
 def is_call(expression: str) -> bool:
-    return CALL.fullmatch(expression) is not None
+    return TOOL_CALL.fullmatch(expression) is not None
 
 
 def shortened(text: str, tokenizer: Tokenizer) -> str:
-    """The sentences of a text that fit into RESULT_TOKENS; where the first does not, its beginning."""
+    """As many sentences of a text as fit into RESULT_TOKENS; if the first does not fit, its beginning."""
     text = " ".join(text.split())
     ends = [match.start() for match in SENTENCE_END.finditer(text)]
     for end in [len(text), *reversed(ends)]:
