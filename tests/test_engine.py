@@ -15,6 +15,7 @@ from test_tools import Shelf
 import nanochat.inference.engine
 import nanochat.inference.kv_cache
 import nanochat.inference.prompt_cache
+import nanochat.inference.sampling
 from nanochat.corpus.passages import make_library
 from nanochat.data.conversation import render, render_prompt
 from nanochat.data.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.kv_cache import CachedModel, Prefix, linear
 from nanochat.inference.logprobs import token_logprobs
-from nanochat.inference.sampling import Adjustment, SamplingParams, adjust, draw
+from nanochat.inference.sampling import Adjustment, SamplingParams, draw
 from nanochat.inference.tools import Tools
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
@@ -364,37 +365,69 @@ def test_a_long_prompt_is_read_although_shorter_ones_keep_coming(monkeypatch):
 # ---- Draws
 
 
+WRITTEN = [3, 7, 7, 7, 40]     # by answers whose logits are adjusted
+ALLOWED = torch.arange(60) % 4 != 1     # by the grammar of the last kind
+
+
+def probabilities(logits: torch.Tensor, sampling: SamplingParams, adjusts: bool, mask: bool) -> dict[int, float]:
+    """The definition, in float64: adjust capped logits, sort, cut by top_k and then by top_p, renormalise."""
+    logits = logits.clone()
+    if adjusts:
+        for token in WRITTEN:
+            logits[token] -= sampling.frequency_penalty
+        logits[list(set(WRITTEN))] -= sampling.presence_penalty
+        for token, bias in sampling.logit_bias:
+            logits[token] += bias
+    if mask:
+        logits[~ALLOWED] = -math.inf
+    p = (logits / max(sampling.temperature, 1e-3)).softmax(0)
+    order = p.argsort(descending=True)[: sampling.top_k or None].tolist()
+    before = [p[order[:place]].sum() for place in range(len(order))]
+    limit = sampling.top_p * p[order].sum()
+    kept = [token for token, sum_before in zip(order, before) if (sum_before < limit or token == order[0]) and p[token]]
+    return {token: (p[token] / p[kept].sum()).item() for token in kept}
+
+
 @pytest.mark.parametrize("softcap", [15.0, None])
 def test_draws_have_the_probabilities_of_the_definition(softcap):
     """
     Evenly spaced uniforms hit every token as often as its probability says, to one in a thousand draws. All kinds of
-    rows in one batch; the definition sorts, cuts and renormalises one row at a time, in float64.
+    rows in one batch: plain, with penalties and biases, and with a grammar.
     """
-    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(0)) * 12
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(0)) * 4
     kinds = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p) for temperature, top_k, top_p in (
-        (1, 0, 1), (2.5, 0, 1), (0.7, 5, 1), (1.5, 0, 0.8), (3, 40, 0.9), (1, 1, 1), (1, 10**6, 1), (4, 0, 0),
+        (1, 0, 1), (2.5, 0, 1), (0.3, 5, 1), (1.5, 0, 0.8), (3, 40, 0.9), (1, 1, 1), (1, 10**6, 1), (4, 0, 0),
         (0, 7, 1), (5, 12, 1))]
+    mixed = SamplingParams(1, 1.6, 30, 0.95, None, None, False, 0.3, 0.5, ((7, -2.0),))
+    kinds += [SamplingParams(presence_penalty=-1.5), SamplingParams(logit_bias=((3, 8.0), (59, -100.0))), mixed,
+              dataclasses.replace(mixed, temperature=0), dataclasses.replace(mixed, frequency_penalty=-2.0)]
+    adjustments = [Adjustment(sampling) if sampling.adjusts else None for sampling in kinds]
+    for adjustment in filter(None, adjustments):
+        for token in WRITTEN:
+            adjustment.add(token)
+    adjustments[-1].grammar = SimpleNamespace(allowed=ALLOWED)
     N, counts = 1000, [Counter() for _ in kinds]
     for i in range(N):
-        drawn = draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds), softcap)
+        drawn = draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds), softcap, adjustments)
         for count, token in zip(counts, drawn):
             count[token] += 1
-    capped = (softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()).tolist()
-    for sampling, count in zip(kinds, counts):
-        order = sorted(range(60), key=lambda token: -capped[token])
-        coldness = 1 / max(sampling.temperature, 1e-3)
-        weights = {token: math.exp((capped[token] - capped[order[0]]) * coldness) for token in order}
-        order = order[: sampling.top_k or None]
-        total, kept, sum_so_far = sum(weights[token] for token in order), [], 0.0
-        for token in order:
-            if not kept or sum_so_far < sampling.top_p * total:
-                kept.append(token)
-            sum_so_far += weights[token]
-        total = sum(weights[token] for token in kept)
-        expected = {token: N * weights[token] / total for token in kept}
+    capped = softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()
+    for sampling, adjustment, count in zip(kinds, adjustments, counts):
+        expected = probabilities(capped, sampling, adjustment is not None, adjustment is adjustments[-1])
         assert set(count) <= set(expected), sampling
-        for token, number in expected.items():
-            assert abs(count[token] - number) <= 1.01, (sampling, token)
+        for token, probability in expected.items():
+            assert abs(count[token] - N * probability) <= 1.01, (sampling, token)
+
+
+def test_top_p_alone_draws_what_sorting_everything_draws(monkeypatch):
+    """Sharp and flat rows, in which a few, some or all of 5,000 tokens have to be sorted; no two are equal."""
+    logits = torch.randn(24, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 24)[:, None]
+    samplings = [SamplingParams(top_p=rng.choice((0.1, 0.5, 0.9, 0.999))) for rng in [random.Random(0)] * 24]
+    for u in (0.0, 0.3, 0.9, 1 - 2**-24):
+        monkeypatch.setattr(nanochat.inference.sampling, "NUCLEUS", 5000)
+        expected = draw(logits, samplings, [u] * 24, 15.0)
+        monkeypatch.setattr(nanochat.inference.sampling, "NUCLEUS", 8)
+        assert [draw(row[None], [one], [u], 15.0)[0] for row, one in zip(logits, samplings)] == expected
 
 
 @pytest.mark.parametrize("softcap", [15.0, None])
@@ -406,72 +439,6 @@ def test_extreme_uniforms_never_draw_what_is_excluded(settings, softcap):
     allowed = {7, 30} if sampling.top_p < 1 else {7, 30, 31}
     drawn = {draw(logits, [sampling], [u], softcap)[0] for u in (0.0, 2**-24, 0.5, 1 - 2**-24)}
     assert drawn <= allowed and len(drawn) > 1
-
-
-@pytest.mark.parametrize("softcap", [15.0, None])
-@pytest.mark.parametrize("settings", [
-    {"presence_penalty": -1.5}, {"logit_bias": ((3, 8.0), (59, -100.0))},
-    {"frequency_penalty": 0.5, "presence_penalty": 0.3, "logit_bias": ((7, -2.0),), "temperature": 1.6, "top_k": 30,
-     "top_p": 0.95},
-])
-def test_adjusted_draws_have_the_probabilities_of_the_definition(softcap, settings):
-    """
-    Penalties and biases token by token in float64, beside a row that asks for nothing and draws what it would draw
-    alone. To one in a thousand draws, as above.
-    """
-    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)) * 4
-    sampling, plain = SamplingParams(**settings), SamplingParams()
-    adjustment = Adjustment(sampling)
-    for token in (3, 7, 7, 7, 40):
-        adjustment.add(token)
-    N, counts = 1000, Counter()
-    for i in range(N):
-        uniform = (i + 0.5) / N
-        token, other = draw(logits.expand(2, -1), [sampling, plain], [uniform] * 2, softcap, [adjustment, None])
-        assert [other] == draw(logits, [plain], [uniform], softcap)
-        counts[token] += 1
-    weights = []
-    for token, value in enumerate(logits[0].double().tolist()):
-        value = softcap * math.tanh(value / softcap) if softcap else value
-        times = {3: 1, 7: 3, 40: 1}.get(token, 0)
-        value -= sampling.frequency_penalty * times + sampling.presence_penalty * (times > 0)
-        weights.append(math.exp((value + dict(sampling.logit_bias).get(token, 0)) / sampling.temperature))
-    order = sorted(range(60), key=lambda token: -weights[token])
-    order = order[: sampling.top_k or None]
-    total, kept = sum(weights[token] for token in order), []
-    for token in order:
-        if sum(weights[token] for token in kept) < sampling.top_p * total:
-            kept.append(token)
-    total = sum(weights[token] for token in kept)
-    assert set(counts) <= set(kept)
-    for token in kept:
-        assert abs(counts[token] - N * weights[token] / total) <= 1.01, token
-    greedily = SamplingParams(**settings | {"temperature": 0})
-    assert draw(logits, [greedily], [0.5], softcap, [adjustment]) == order[:1]
-
-
-def test_rows_adjusted_together_are_those_of_a_plain_loop():
-    """Entry by entry, row by row; an answer has collected its penalties token by token, in float64."""
-    rng, logits, expected = random.Random(0), torch.randn(9, V), []
-    samplings = [SamplingParams(
-        tools=False, presence_penalty=rng.choice((0, 1.5)), frequency_penalty=rng.choice((0, 0.3, -2)),
-        logit_bias=tuple((token, rng.uniform(-100, 100)) for token in rng.sample(range(V), rng.choice((0, 1, 200)))))
-        for _ in logits]
-    written = [rng.choices(range(V), k=rng.choice((0, 3, 400))) for _ in logits]
-    masks = [None if row % 3 else torch.rand(V) < 0.5 for row in range(len(logits))]
-    for row, sampling, tokens, mask in zip(logits.clone(), samplings, written, masks):
-        for token, times in Counter(tokens).items():
-            row[token] -= sampling.frequency_penalty * times + sampling.presence_penalty
-        for token, bias in sampling.logit_bias:
-            row[token] += bias
-        expected.append(row if mask is None else row.masked_fill(~mask, -math.inf))
-    adjustments = [Adjustment(sampling) for sampling in samplings]
-    for adjustment, tokens, mask in zip(adjustments, written, masks):
-        for token in tokens:
-            adjustment.add(token)
-        adjustment.grammar = mask if mask is None else SimpleNamespace(allowed=mask)
-    adjust(logits, adjustments)
-    torch.testing.assert_close(logits, torch.stack(expected), rtol=1e-6, atol=1e-4)
 
 
 def test_samples_do_not_depend_on_the_company():
@@ -570,7 +537,7 @@ def test_an_endless_temperature_draws_nothing_that_is_forbidden(top_p):
 def test_of_equal_logits_the_greedy_one_is_told_as_the_most_probable():
     logits = torch.zeros(2, 50)
     logits[:, [11, 40]] = 3.0
-    assert [one.top[0][0] for one in token_logprobs(logits, [40, 11], [1, 1], 15.0)] == [11, 11]
+    assert [one.top[0][0] for one in token_logprobs(logits, [40, 11], 1, 15.0)] == [11, 11]
 
 
 # ---- Ends and bad input
