@@ -98,7 +98,7 @@ def cut_prompts(monkeypatch, size: int) -> None:
 
 
 def noted_reading(engine: Engine, passes: bool = False) -> list:
-    """A list that gets the length of each piece of a prompt that the engine reads; with passes, a list for each pass."""
+    """A list that gets the length of each piece of a prompt that is read; with passes, a list for each pass."""
     noted, extend = [], engine.model.extend
 
     def noting(parts):

@@ -4,7 +4,6 @@ import functools
 import gzip
 import inspect
 import json
-import math
 import os
 import random
 import re
@@ -13,8 +12,8 @@ import sqlite3
 import statistics
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,7 +23,7 @@ from conftest import run_module
 
 from nanochat.corpus.passages import make_library, open_library, text_passages
 from nanochat.inference import retrieval as reader
-from nanochat.inference.retrieval import Library, Passage, library_path, stems
+from nanochat.inference.retrieval import Library, Passage, library_path
 from nanochat.runtime.errors import UserError
 
 WINE = """---
@@ -193,35 +192,10 @@ def test_a_title_is_found_exactly_then_without_case_then_by_its_last_part_then_m
                             "str.partiton": 1, "getting  Started?": 6, "geting started": 6, "fs.raedFile": 3,
                             "partitions of a str": 1, "every wine math.cbrt has": 5, "math": 4}.items():
         assert number(title) == expected, title
-    # Made-up names are not those that look a little like them.
+    # Made-up names find no others that look a little like them.
     for title in ("math.cubert", "math.sqrtn2", "json.partition", "time.mkdir", "", ".",
                   "?", "\0", "\ud800", "x" * 10**6, "'; DROP TABLE passages; --", "%", "*"):
         assert number(title) is None, title
-
-
-def test_the_ranking_is_that_of_bm25_where_all_passages_have_all_words(folder):
-    """The formula, with words split here: k1 = 1.2, b = 0.75, SQLite's own inverse document frequency."""
-    texts = ["apple banana", "apple apple banana", "banana kiwi apple kiwi kiwi", "plum", "cherry date", "fig", "grape",
-             "lemon", "mango", "nut"]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    library = made(folder)
-    words = [["a", *stems(text)] for text in texts]  # the title is a word of each
-    mean = sum(map(len, words)) / len(words)
-
-    def bm25(passage: list[str]) -> float:
-        score = 0.0
-        for term in stems("apple banana"):
-            having = sum(term in other for other in words)
-            idf = math.log((len(words) - having + 0.5) / (having + 0.5))
-            count = passage.count(term)
-            score += idf * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * len(passage) / mean))
-        return score
-
-    expression = " OR ".join(f'"{stem}"' for stem in stems("apple banana"))
-    rows = library.query(reader.RANKED, expression)
-    expected = sorted(((bm25(passage), text) for passage, text in zip(words, texts) if bm25(passage)), reverse=True)
-    assert [row[1] for row in rows] == [text for _, text in expected]
-    assert [row[3] for row in rows] == pytest.approx([score for score, _ in expected], rel=1e-6)
 
 
 def test_search_needs_enough_of_a_question_and_counts_rare_words(folder):
@@ -247,10 +221,13 @@ def test_search_needs_enough_of_a_question_and_counts_rare_words(folder):
         assert library.search(question) is None, question
 
 
-def test_all_words_win_over_one_rare_word_twice(folder):
+def test_all_words_win_over_one_rare_word_twice_and_then_bm25_decides(folder):
     (folder / "a.txt").write_text("Xylophone players love the xylophone.\n\nThe xylophone needs soft mallets today.\n\n"
                                   + "\n\n".join(f"Soft mallets and bells, part {n}." for n in range(20)))
-    assert made(folder).search("xylophone mallets soft").text == "The xylophone needs soft mallets today."
+    (folder / "b.txt").write_text("A lute is old. It is in a room.\n\nA lute is old. The lute is a fine lute.")
+    library = made(folder)
+    assert library.search("xylophone mallets soft").text == "The xylophone needs soft mallets today."
+    assert library.search("lute").text.endswith("fine lute.")
 
 
 # ---- Making one
@@ -384,23 +361,17 @@ def test_a_query_is_bounded_in_time(folder, monkeypatch):
     assert library.search("one two three four five")
 
 
-def test_many_threads_at_once_find_what_one_finds(folder):
-    (folder / "a.md").write_text("\n\n".join(f"# Title {n}\n\nSentence number {n} is here." for n in range(500)))
+def test_many_threads_at_once_find_what_one_finds(folder, monkeypatch):
+    monkeypatch.setattr(reader, "TIME_LIMIT", 60.0)     # a busy machine may stop a thread for longer than 0.25 s
+    texts = [f"Sentence number {n} is here." for n in range(500)]
+    (folder / "a.md").write_text("\n\n".join(f"# Title {n}\n\n{text}" for n, text in enumerate(texts)))
     library = made(folder)
-    wrong = []
 
-    def ask(start: int) -> None:
-        for n in range(start, 500, 16):
-            text = f"Sentence number {n} is here."
-            if library.lookup(f"title {n}").text != text or library.search(f"sentence {n}").text != text:
-                wrong.append(n)
+    def both(n: int) -> list[str]:
+        return [library.lookup(f"title {n}").text, library.search(f"sentence {n}").text]
 
-    threads = [threading.Thread(target=ask, args=(start,)) for start in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(both, range(500))) == [[text, text] for text in texts]
 
 
 def test_a_library_that_is_replaced_while_it_is_open_goes_on(folder):

@@ -230,7 +230,7 @@ class Engine:
         hidden: list[Tensor] = []
         failed: list[Answer] = []
         while self.reading:
-            # A short prompt overtakes long ones. Every second piece is the oldest prompt's, so that none waits for ever.
+            # A short prompt overtakes long ones. Every second piece is the oldest prompt's, so none waits for ever.
             answer = min(self.reading, key=lambda answer: answer.unread)
             if self.oldest_next and answer.unread:
                 answer = self.reading[0]

@@ -215,7 +215,7 @@ def draw_candidates(
 
 def largest(p: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """
-    The largest of the probabilities (B, V), in order, and their tokens: at least as many as together reach top_p (B, 1).
+    The largest of the probabilities (B, V), in order, and their tokens: at least as many as reach top_p, (B, 1).
     A few thousand nearly always do, so a CPU does not sort the rest. A GPU would wait for the host to see the sum.
     """
     count = NUCLEUS if p.device.type == "cpu" else p.size(1)
