@@ -10,15 +10,12 @@ from nanochat.inference.calculator import calculate
 
 
 @pytest.mark.parametrize("text,result", [
-    ("12 * (3 + 4)", "84"), ("10 - 4 - 3", "3"), ("2 + 3 * 4", "14"), ("100 / 8 / 2", "6.25"), ("7 // 2", "3"),
-    ("-7 // 2", "-4"), ("-7 % 3", "2"), ("5.5 % 2", "1.5"), ("-(3 - 5) * 2", "4"), ("--5", "5"), (" 1+1 \n", "2"),
-    ("0.1 + 0.2", "0.3"), ("6 / 2", "3"), ("2.50 * 2", "5"), (".5 * 4", "2"), ("1 / 3", "0.333333333333"),
-    ("20 / 3", "6.666666666667"), ("(7 // 2) / (9 // 2)", "0.75"),
+    # What the random expressions below do not have: precedence, other ways of writing numbers, rounding, counting.
+    ("10 - 4 - 3", "3"), ("2 + 3 * 4", "14"), ("100 / 8 / 2", "6.25"), ("--5", "5"), (" 1+1 \n", "2"),
+    ("0.1 + 0.2", "0.3"), (".5 * 4", "2"), ("1 / 3", "0.333333333333"), ("20 / 3", "6.666666666667"),
     ("2 / 3000000", "0.000000666666666667"), ("1 / 7 * 7", "1"), ("0 * -1", "0"), ("100 * 3", "300"),
-    ("1,250 / 8", "156.25"), ("1,000,000 + 1", "1000001"), ("1,234.5 * 2", "2469"),
     ("'strawberry'.count('r')", "3"), ('"it\'s".count("s")', "1"), ("'banana' . count( 'ana' )", "1"),
-    ("'aab'.count('a') * 2 + 1", "5"),
-    ("'naïve café'.count('é')", "1"), ("'1+1'.count('1')", "2"),
+    ("'aab'.count('a') * 2 + 1", "5"), ("'naïve café'.count('é')", "1"), ("'1+1'.count('1')", "2"),
 ])
 def test_values(text, result):
     assert calculate(text) == result
@@ -47,28 +44,20 @@ def grow(rng: random.Random, depth: int) -> tuple[str, Fraction]:
         text, value = grow(rng, depth - 1)
         return f"-({text})", -value
     (left, a), (right, b) = grow(rng, depth - 1), grow(rng, depth - 1)
-    sign = rng.choice(["+", "-", "*", "/", "//", "%"])
-    if sign in ("/", "//", "%") and b == 0:
-        sign = "+"
-    if sign in "+-*":
-        value = {"+": a + b, "-": a - b, "*": a * b}[sign]
-    else:
-        value = {"/": a / b, "//": Fraction(a // b), "%": a - b * (a // b)}[sign]
-    return f"({left}) {sign} ({right})", value
+    values = {"+": a + b, "-": a - b, "*": a * b}
+    if b:
+        values |= {"/": a / b, "//": Fraction(a // b), "%": a - b * (a // b)}
+    sign = rng.choice([*values])
+    return f"({left}) {sign} ({right})", values[sign]
 
 
 def test_random_expressions():
     """Correct to twelve digits, and to the last one where the result has an end before that."""
-    rng, checked = random.Random(0), 0
-    while checked < 500:
-        text, value = grow(rng, 3)
-        if len(text) > 256:
-            continue
+    rng = random.Random(0)
+    for text, value in [grow(rng, 3) for _ in range(500)]:
         result = Fraction(calculate(text))
-        assert abs(result - value) <= abs(value) * Fraction(1, 10**11), text
-        if (value * 10**6).denominator == 1:
-            assert result == value, text
-        checked += 1
+        assert len(text) <= 256 and abs(result - value) <= abs(value) * Fraction(1, 10**11), text
+        assert result == value or (value * 10**6).denominator > 1, text
 
 
 @pytest.mark.parametrize("text", [

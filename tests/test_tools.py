@@ -1,4 +1,6 @@
 """What a model can call between <|python_start|> and <|python_end|>: a library that is there, damaged, or hostile."""
+import itertools
+
 import pytest
 import torch
 
@@ -36,7 +38,6 @@ class Shelf:
 
 @pytest.mark.parametrize("expression, result", [
     ("12 * (3 + 4)", "84"),
-    ("'strawberry'.count('r')", "3"),
     ("spell(' strawberry')", "s-t-r-a-w-b-e-r-r-y"),
     ("spell('')", ""),
     ("lookup('str.partition')", PARTITION),
@@ -91,19 +92,13 @@ def call(expression: str) -> list[int]:
 
 def test_an_answer_calls_three_times_and_goes_on():
     """Calls after the third get nothing, arithmetic is not counted, and a passage's special tokens are text."""
-    prompt = [TOKENIZER.get_bos_token_id()]
-    end = SPECIAL("<|assistant_end|>")
-    script = call("lookup('trap')") + call("1 + 1")
-    for _ in range(MOST_CALLS - 1):
-        script += call("lookup('str.partition')")
-    script += call("lookup('str.partition')") + call("spell('sum')")
-    script += [*TOKENIZER.encode("Done."), end]
-    engine = engine_that_writes(script)
-    (answer,) = engine.generate([prompt], SamplingParams(max_tokens=900, temperature=0))
+    bos, end = SPECIAL("<|bos|>"), SPECIAL("<|assistant_end|>")
+    expressions = ["lookup('trap')", "1 + 1", *["lookup('str.partition')"] * MOST_CALLS, "spell('sum')"]
+    engine = engine_that_writes([*itertools.chain(*map(call, expressions)), end])
+    (answer,) = engine.generate([[bos]], SamplingParams(max_tokens=900, temperature=0))
     outputs = [part["text"] for part in to_parts(TOKENIZER, answer.tokens) if part["type"] == "python_output"]
     assert outputs == [Shelf.passages["trap"], "2", PARTITION, PARTITION, "nothing", "nothing"]
-    assert answer.tokens.count(end) == 1 and answer.finish_reason == "stop"
-    assert answer.tokens.count(TOKENIZER.get_bos_token_id()) == 0
+    assert (answer.tokens.count(end), answer.tokens.count(bos), answer.finish_reason) == (1, 0, "stop")
 
 
 def test_a_reply_says_where_a_passage_comes_from():
@@ -117,12 +112,11 @@ def test_a_reply_says_where_a_passage_comes_from():
         [Delta("python_output", PARTITION[:9])], [Delta("python_output", PARTITION[9:]), Delta("text", " Yes.")],
         [Delta("python", "lookup('?')"), Delta("python_output", "nothing")],
     ]
-    events = []
+    parts = []
     for several in deltas:
         chunk = Chunk(0)
         chunk.deltas += several
-        events.append(reply.add(chunk))
-    parts = [part for event in events for part in event["delta"]["parts"]]
+        parts += [part for event in reply.add([chunk]) for part in event["delta"]["parts"]]
     source = {"title": "str.partition", "place": "shelf.md:1"}
     assert [(part["index"], part.get("source")) for part in parts] == [
         (0, None), (1, None), (2, source), (2, None), (3, None), (4, None), (5, None)]
