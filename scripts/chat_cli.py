@@ -4,7 +4,7 @@ Talk with a model in the terminal.
     python -m scripts.chat_cli                        # /help lists what can be typed besides messages
     python -m scripts.chat_cli -p "What is 12 * 3?"   # one answer, and out
 
-What the model has the calculator compute is shown in brackets: [12*3 = 36]. A base model continues what is written.
+Calls of tools are shown in brackets: [12*3 = 36]. A base model continues the text.
 """
 from typing import Literal
 
@@ -40,31 +40,36 @@ from nanochat.runtime.errors import UserError
 from nanochat.tasks import never_looks_up
 from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
 
-PROMPT_CACHE_BYTES = 2**29   # for what was read before of the conversation
+# For the earlier turns of the conversation, so that they are read once.
+PROMPT_CACHE_BYTES = 2**29
 HELP = """\
 /clear    begin a new conversation
 /quit     end (or Ctrl-D)
 /help     show this
 Ctrl-C    stop an answer"""
-BEFORE = {"python": "[", "python_output": " = ", "text": "] "}  # is printed before a part of this type
+# Printed before a part of this type.
+BEFORE = {"python": "[", "python_output": " = ", "text": "] "}
 
 *_, device = compute_init(device_type)
 stage = latest_stage(model_tag) if source == "auto" else source
 checkpoint = find_model(stage, model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
 if warning := never_looks_up(tasks_of(stage, checkpoint.parent.name), library):
-    print(warning, file=sys.stderr)  # of an answer with -p only the answer is printed
+    # With -p standard output has the answer alone.
+    print(warning, file=sys.stderr)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES,
                 tools=open_library(library))
-room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
+# Tokens of the context that stay free for an answer.
+room = min(max_new_tokens, engine.context // 4)
 
 
 def answer(messages: list[dict]) -> None:
-    """Print the answer to the last message and append it. The oldest turns go where the context is too short."""
+    """Print the answer to the last message and append it. If the context is too short, the oldest turns are dropped."""
     kept = recent(messages, lambda some: len(render(tokenizer, {"messages": some})), engine.context - room)
-    prompt = engine.fit(render(tokenizer, {"messages": kept}), sampling)  # may raise: before turns are lost
+    # May raise, so it comes before turns are dropped.
+    prompt = engine.fit(render(tokenizer, {"messages": kept}), sampling)
     if dropped := (len(messages) - len(kept)) // 2:
         print(f"({dropped} of the oldest turns forgotten: the context has {engine.context} tokens)")
     messages[:] = kept
@@ -94,7 +99,8 @@ if p is not None:
     answer([{"role": "user", "content": p}])
     raise SystemExit
 
-import readline  # noqa: E402, F401  the arrow keys work in input() from here on
+# With it the arrow keys work in input().
+import readline  # noqa: E402, F401
 
 print0(f"{about}; /help lists the commands")
 messages: list[dict] = []
@@ -117,6 +123,7 @@ while True:
         messages.append({"role": "user", "content": text})
         try:
             answer(messages)
-        except UserError as error:  # a message that is longer than the context, even alone
+        except UserError as error:
+            # The message alone is longer than the context.
             print(error)
             messages.pop()

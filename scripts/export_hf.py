@@ -30,9 +30,11 @@ from nanochat.training.checkpoint import find_model, read_meta
 if not output:
     raise UserError("say where the folder is to be, such as --output=my-model")
 folder = Path(output).expanduser().resolve()
-recover_folder(folder)  # what a killed export left
-if folder.exists():  # never removed
-    raise UserError(f"{folder} is there; choose another --output, or remove it")
+# A killed export may have left something.
+recover_folder(folder)
+# Never removed: it may be somebody's work.
+if folder.exists():
+    raise UserError(f"{folder} exists; choose another --output, or remove it")
 
 checkpoint = find_model(source, model_tag, step)
 meta = read_meta(checkpoint)

@@ -422,7 +422,7 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, base_folder, w
     Path(str(base_folder) + MALICE).unlink()
     folder = classic_folder(tmp_path / "d3", random_model())
     (folder / "tokenizer.pkl").write_bytes(pickle.dumps(what))
-    with pytest.raises(UserError, match=r"tokenizer.pkl .*asks for .*; expected nothing but tiktoken.core.Encoding"):
+    with pytest.raises(UserError, match=r"tokenizer.pkl .*it needs .*; expected nothing but tiktoken.core.Encoding"):
         imported(folder)
     classic_folder(folder, random_model(), stranger=what)
     with pytest.raises(UserError, match="model_000650.pt cannot be read: Weights only load failed"):
@@ -517,7 +517,7 @@ def test_what_is_there_is_never_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     folder = exported(tmp_path / "mine")
     for there in (folder, tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(UserError, match="is there; choose another --output, or remove it"):
+        with pytest.raises(UserError, match="exists; choose another --output, or remove it"):
             exported(there)
     imported(folder)
     with pytest.raises(UserError, match="has checkpoints; choose another --model_tag, or remove them"):

@@ -4,7 +4,7 @@ from nanochat.hf.model_files import is_modern
 from nanochat.model.gpt_config import GPTConfig
 
 STAGE_NAMES = {
-    "base": "a base model: it goes on with a text",
+    "base": "a base model: it continues a text",
     "mid": "a chat model after mid-training",
     "sft": "a chat model after fine-tuning",
     "rl": "a chat model after reinforcement learning",
@@ -19,7 +19,7 @@ CALCULATOR = """
 ## The calculator
 
 Between `<|python_start|>` and `<|python_end|>` the model asks for a calculation, and expects its result between \
-`<|output_start|>` and `<|output_end|>`. transformers does not compute it: the model then goes on as it guesses. As \
+`<|output_start|>` and `<|output_end|>`. transformers does not compute it: the model then guesses the result. As \
 parts of a message: `{"role": "assistant", "content": [{"type": "python", "text": "12 * 3"}, {"type": \
 "python_output", "text": "36"}, {"type": "text", "text": "It is 36."}]}`.
 """

@@ -25,7 +25,8 @@ def list_models(folder: Path) -> list[int]:
 
 def read_folder(folder: Path) -> Imported:
     """The newest checkpoint. UserError for anything that would not be the same model here."""
-    step = max(list_models(folder))  # by number: 1000000 is newer than 999999
+    # By number: 1000000 is newer than 999999.
+    step = max(list_models(folder))
     path = folder / f"meta_{step:06d}.json"
     # Such files do not say the softcap and the rotary base: GPTConfig's defaults are the classic layout's.
     config = to_config(read_json(path).get("model_config", {}), path)
@@ -57,7 +58,7 @@ class Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
         if (module, name) == ("tiktoken.core", "Encoding"):
             return Record
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}; expected nothing but tiktoken.core.Encoding")
+        raise pickle.UnpicklingError(f"it needs {module}.{name}; expected nothing but tiktoken.core.Encoding")
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

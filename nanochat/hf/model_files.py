@@ -35,7 +35,8 @@ AUTO_MAP = {
     "AutoConfig": "modeling_nanochat.NanoChatModernConfig",
     "AutoModelForCausalLM": "modeling_nanochat.NanoChatModernForCausalLM",
 }
-STEP = "nanochat_step"  # of the checkpoint, in config.json
+# The checkpoint's step in config.json, so that an import has it again.
+STEP = "nanochat_step"
 WITH_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")
 # Our names of parameters, and theirs.
 NAMES = {
@@ -65,7 +66,7 @@ OURS = {f.name: f.default for f in fields(GPTConfig)}
 EXPRESSED = ("rope_theta", "embedding_std", "fc_scale")
 
 class Imported(NamedTuple):
-    """What is read from a folder of any format: our names; dtypes, and rows of the vocabulary, as they are there."""
+    """A model read from a folder of any format, under our names; dtypes and rows of the vocabulary are the folder's."""
 
     config: GPTConfig
     weights: dict[str, Tensor]
@@ -89,7 +90,7 @@ def their_name(name: str, config: GPTConfig) -> str:
 
 
 def their_config(config: GPTConfig) -> dict:
-    """What config.json says of the mathematics of such a model."""
+    """The entries of config.json that describe the mathematics of a model."""
     if is_modern(config):
         architectures = ["NanoChatModernForCausalLM"]
         return {"model_type": MODERN, "architectures": architectures, "auto_map": AUTO_MAP, "gpt": vars(config)}
@@ -110,7 +111,7 @@ def their_config(config: GPTConfig) -> dict:
 # ---- Export
 
 def export(checkpoint: Path, meta: dict, folder: Path) -> int:
-    """Fill a folder with everything but the model card; returns how many parameters the model has there."""
+    """Write everything but the model card into a folder; returns the number of parameters there."""
     config = GPTConfig(**meta["model_config"])
     tokenizer = Tokenizer.load(checkpoint)
     modern = is_modern(config)
@@ -119,7 +120,8 @@ def export(checkpoint: Path, meta: dict, folder: Path) -> int:
     weights = {}
     for name, tensor in load_file(checkpoint / MODEL_FILE).items():
         if name in WITH_VOCABULARY and not modern:
-            tensor = tensor[: config.vocab_size].clone()  # a view would be saved whole
+            # Copied: a view would be saved whole.
+            tensor = tensor[: config.vocab_size].clone()
         weights[their_name(name, config)] = tensor
     write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
 
@@ -130,7 +132,8 @@ def export(checkpoint: Path, meta: dict, folder: Path) -> int:
     described = {"architectures": ["NanoChatForCausalLM"]} | their_config(config) | ids
     described |= {"dtype": str(head.dtype).removeprefix("torch."), STEP: meta["step"]}
     write_json(folder / "config.json", described)
-    # Without a mask, generate() takes padding for what may not be seen, unless it ends answers: so not <|bos|> here.
+    # Without a mask, generate() hides padding tokens unless they end answers. <|bos|> begins every prompt, so it must
+    # not be the padding here.
     write_json(folder / "generation_config.json", ids | {"pad_token_id": end})
     write_tokenizer(tokenizer, config.sequence_len, folder)
     return sum(tensor.numel() for tensor in weights.values())
@@ -156,7 +159,7 @@ def write_code(folder: Path) -> None:
 # ---- Import
 
 def read_folder(folder: Path) -> Imported:
-    """A folder of `export` or a NanoChatForCausalLM. UserError for what would not be the same model here."""
+    """A folder of `export` or a NanoChatForCausalLM. UserError for a model that would not be the same here."""
     path = folder / "config.json"
     there = read_json(path)
     config = our_config(there, path)
@@ -168,12 +171,13 @@ def read_folder(folder: Path) -> Imported:
         except SafetensorError as error:
             raise UserError(f"{file} is damaged: {error}") from error
         for name, tensor in tensors.items():
-            weights[ours.get(name, name)] = tensor  # `fit` refuses unknown names
+            # `fit` refuses unknown names.
+            weights[ours.get(name, name)] = tensor
     return Imported(config, weights, from_hf(folder / "tokenizer.json"), there.get(STEP, 0))
 
 
 def our_config(there: dict, path: Path) -> GPTConfig:
-    """What such a config.json says, see `their_config`. UserError unless it says the same of all the mathematics."""
+    """The way back from `their_config`. UserError for a model with other mathematics."""
     kind = there.get("model_type")
     if kind == MODERN:
         return to_config(there.get("gpt", {}), path)
@@ -195,7 +199,7 @@ def our_config(there: dict, path: Path) -> GPTConfig:
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file. UserError when there is none."""
+    """The object in a JSON file. UserError if it has none."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:  # not there, not UTF-8, not JSON, no object
@@ -219,7 +223,7 @@ def parameter_shapes(config: GPTConfig) -> dict[str, torch.Size]:
 def fit(there: Imported, where: Path) -> dict[str, Tensor]:
     """
     The weights as our checkpoints hold them: every parameter, in bfloat16 if all of them are, else in float32, the
-    vocabulary padded. UserError for unknown, missing and differently shaped ones.
+    vocabulary padded. UserError for unknown or missing weights, and for other shapes.
     """
     config = there.config
     tokens = there.tokenizer.get_vocab_size()
@@ -237,7 +241,8 @@ def fit(there: Imported, where: Path) -> dict[str, Tensor]:
     for name, shape in shapes.items():
         tensor = there.weights[name].to(dtype)
         if name in WITH_VOCABULARY and len(tensor) == config.vocab_size:
-            tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))  # rows of zeros below
+            # Rows of zeros below.
+            tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         if tensor.shape != shape:
             raise UserError(f"{where}: {name} is {tuple(tensor.shape)}, expected {tuple(shape)}")
         weights[name] = tensor.contiguous()

@@ -16,7 +16,7 @@ from nanochat.model.gpt_config import GPTConfig
 
 
 class NanoChatModernConfig(PreTrainedConfig):
-    """gpt: the fields of GPTConfig. The rest is what transformers asks for under its own names."""
+    """gpt: the fields of GPTConfig. transformers reads the others under its own names."""
 
     model_type = "nanochat_modern"
     gpt: dict | None = None
@@ -41,7 +41,7 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, logits_to_keep: int = 0, **_
     ) -> dict:
-        """All tokens: a cache that was asked for is ignored."""
+        """All tokens: this model has no cache, whatever use_cache says."""
         return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
 
     def forward(

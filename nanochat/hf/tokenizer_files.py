@@ -20,7 +20,7 @@ GUARD = "\ufdd0\ufdd1"  # between "<" and "|", so that no text spells a special 
 SEAM = "\ufdd0\ufdd2"   # between two parts of text: removed as well, but nothing is merged across it
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")  # has the names of these two in their places
 
-# What an imported tokenizer is tried on: texts for which encoders of this kind are known to differ.
+# Every imported tokenizer is tried on these texts, for which encoders of this kind are known to differ.
 PROBES = (
     "", " ", "  a", "\r\n\r\n x\n", "\t\t\n  \n", "I'm YOU'LL we've 'ſ", "x1234567890 3.14",
     "a_b.c(d);\n\n\tif __x__:", "naïve café, e\u0301 हिन्दी", "日本語のテキスト。", "العربية ١٢٣", "🙂👩‍👩‍👧‍👦🏴",
@@ -72,7 +72,8 @@ def to_hf(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])
     result.decoder = decoders.ByteLevel()
-    bos = ("<|bos|>", tokenizer.get_bos_token_id())  # in front of a plain text, as of every document in training
+    # In front of a plain text, as in front of every document in training.
+    bos = ("<|bos|>", tokenizer.get_bos_token_id())
     result.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", pair="<|bos|> $A $B:1", special_tokens=[bos])
     result.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS])
@@ -96,7 +97,7 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 # ---- Import
 
 def from_hf(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. UserError for one that is not byte-level or works in another way than ours."""
+    """The tokenizer of a tokenizer.json. UserError unless it is byte-level and encodes texts as ours does."""
     letters = byte_alphabet()
     try:
         content = path.read_bytes()
