@@ -219,8 +219,11 @@ def largest(p: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     A few thousand nearly always do, so a CPU does not sort the rest. A GPU would wait for the host to see the sum.
     """
     count = NUCLEUS if p.device.type == "cpu" else p.size(1)
-    while True:
-        best = p.topk(min(count, p.size(1)))
-        if count >= p.size(1) or (best.values.sum(-1, keepdim=True) >= top_p).all():
-            return best
+    while count < p.size(1):
+        # In a flat distribution this many tokens cannot reach top_p: do not look for them.
+        if (count * p.amax(-1, keepdim=True) >= top_p).all():
+            best = p.topk(count)
+            if (best.values.sum(-1, keepdim=True) >= top_p).all():
+                return best
         count *= 8
+    return p.topk(p.size(1))
