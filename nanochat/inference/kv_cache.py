@@ -100,7 +100,8 @@ class CachedModel:
                 outputs.append(attention(queries[None], kv[:, None], *by_layer[layer])[0])
             return torch.cat(outputs)
 
-        hidden = self.hidden(*columns[:3], attend).split(lengths)   # (tokens, C) each
+        ids, previous, positions, _ = columns
+        hidden = self.hidden(ids, previous, positions, attend).split(lengths)   # (tokens, C) each
         pieces = torch.stack(new).split(lengths, dim=3)             # (n_layer, 2, H_kv, tokens, D) each
         return [
             after._replace(pieces=(*prefix.pieces, piece), hidden=h)
@@ -149,7 +150,7 @@ class CachedModel:
         # in bfloat16 are 2 to 10 times slower where the cache is not contiguous.
         if self.kv.dtype != torch.float32 or self.kv.device.type != "cpu":
             longest = self.kv.size(4)
-        positions = columns[2]
+        ids, previous, positions, _ = columns
         all_rows = torch.arange(rows, device=positions.device)
         # A window starts elsewhere in each row, so there is no smaller rectangle of keys than from position 0 on.
         masks = self.masks(columns[:, :, None], 0, longest)
@@ -160,7 +161,7 @@ class CachedModel:
             kv[1, all_rows, :, positions] = v
             return attention(q[:, None], kv[:, :, :, :longest], *masks[layer])
 
-        logits = self.logits(self.hidden(*columns[:3], attend))
+        logits = self.logits(self.hidden(ids, previous, positions, attend))
         self.rows = extended
         return logits
 

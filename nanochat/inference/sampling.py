@@ -132,8 +132,8 @@ def draw(
         if kind == "best":
             tokens[rows] = most_probable(part, still_to_cap)
         else:
-            settings = [(samplings[row], uniforms[row]) for row in rows]
-            tokens[rows] = draw_candidates(part, kind, *zip(*settings), still_to_cap)
+            settings, numbers = [samplings[row] for row in rows], [uniforms[row] for row in rows]
+            tokens[rows] = draw_candidates(part, kind, settings, numbers, still_to_cap)
     # The host waits for the device here, once in a step.
     return tokens.tolist()
 
