@@ -73,7 +73,7 @@ def test_a_result_is_cut_at_a_sentence():
 def engine_that_writes(script: list[int]) -> Engine:
     """An engine of a real, tiny model with other logits: it writes the script, whatever it reads in between."""
     shape = dict(sequence_len=1024, vocab_size=TOKENIZER.get_vocab_size(), n_layer=1, n_head=1, n_kv_head=1, n_embd=32)
-    engine = Engine(GPT(GPTConfig(**shape, **architecture("classic"))), TOKENIZER, tools=Tools(Shelf()))
+    engine = Engine(GPT(GPTConfig(**shape, **architecture("classic"))), TOKENIZER, tools=Tools(Shelf(), copying=False))
     extend = engine._extend
     left = list(script)
 
@@ -116,7 +116,7 @@ def test_a_reply_says_where_a_passage_comes_from():
     for several in deltas:
         chunk = Chunk(0)
         chunk.deltas += several
-        parts += [part for event in reply.add([chunk]) for part in event["delta"]["parts"]]
+        parts += reply.add(chunk)["delta"]["parts"]
     source = {"title": "str.partition", "place": "shelf.md:1"}
     assert [(part["index"], part.get("source")) for part in parts] == [
         (0, None), (1, None), (2, source), (2, None), (3, None), (4, None), (5, None)]

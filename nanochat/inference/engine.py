@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.copying import Copying, Vocabulary
 from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.inference.kv_cache import CachedModel, Prefix
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
@@ -114,6 +115,7 @@ class Engine:
         special = tokenizer.encode_special
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
+        self.vocabulary = Vocabulary(tokenizer) if tools.copying else None
         # Whether the next piece is the oldest prompt's, or the shortest prompt's.
         self.oldest_next = True
         self.clear()
@@ -137,7 +139,10 @@ class Engine:
         answers = []
         for i in range(num_samples):
             rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
-            adjustment = Adjustment(sampling) if sampling.adjusts else None
+            copying = None
+            if self.vocabulary and sampling.tools:
+                copying = Copying(self.vocabulary, prompt, self.stop_tokens(sampling))
+            adjustment = Adjustment(sampling, copying) if copying or sampling.adjusts else None
             answers.append(Answer(prompt, sampling, owner, limit, rng, adjustment, reading))
         self.waiting.setdefault(owner, deque()).extend(answers)
         return answers
@@ -155,6 +160,10 @@ class Engine:
             raise UserError(f"{sizes}; shorten or truncate it")
         kept = self.context - min(sampling.max_tokens, self.context // 2)
         return prompt[:1] + prompt[len(prompt) - kept + 1 :]
+
+    def stop_tokens(self, sampling: SamplingParams) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return self.default_stop if sampling.stop is None else sampling.stop
 
     def remove(self, answer: Answer) -> None:
         """End an answer now. Nothing happens if it has ended already."""
@@ -343,8 +352,7 @@ class Engine:
             answer.adjustment.add(token)
         if not forced and answer.sampling.tools:
             self._use_tool(answer, token)
-        stop = self.default_stop if answer.sampling.stop is None else answer.sampling.stop
-        if token in stop and not forced and not answer.output:
+        if token in self.stop_tokens(answer.sampling) and not forced and not answer.output:
             answer.finish_reason = "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"

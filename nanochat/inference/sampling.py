@@ -16,6 +16,8 @@ from nanochat.runtime.errors import UserError, first_line
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from nanochat.inference.copying import Copying
+
 # Lower temperatures are greedy: 1 / temperature has to stay a number that float32 can hold.
 COLDEST = 1e-5
 # Tokens that top_p without top_k compares first. On a CPU sorting 16 rows of 65,536 takes 77 ms, choosing 2,048 10 ms.
@@ -87,23 +89,38 @@ class SamplingParams:
 
 class Adjustment:
     """
-    What changes the logits of one answer, see `adjust`: its grammar, and what is added to some tokens' logits. That is
-    kept up to date token by token: a step does not count them anew.
+    What changes the logits of one answer, see `adjust`: its grammar, what it copies, and what is added to some tokens'
+    logits. That is kept up to date token by token: a step does not count them anew.
     """
 
-    def __init__(self, sampling: SamplingParams):
+    def __init__(self, sampling: SamplingParams, copying: "Copying | None" = None):
         self.sampling = sampling
+        self.copying = copying
         self.grammar = sampling.grammar and sampling.grammar.start()
         self.added = dict(sampling.logit_bias)  # by token
         self.written: set[int] = set()
 
+    @property
+    def allowed(self) -> Tensor | None:
+        """(V,) bool, the tokens that may come next; None: all."""
+        limiting = self.grammar or self.copying     # never both: no grammar goes with tools
+        return limiting.allowed if limiting else None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it changes the next token's logits."""
+        return self.sampling.adjusts or self.allowed is not None
+
     def add(self, token: int) -> None:
         """The answer has one token more."""
+        if self.copying:
+            self.copying.add(token)
         penalty = self.sampling.frequency_penalty
         if token not in self.written:
             penalty += self.sampling.presence_penalty
         self.written.add(token)
-        self.added[token] = self.added.get(token, 0) - penalty
+        if penalty:
+            self.added[token] = self.added.get(token, 0) - penalty
 
 
 def draw(
@@ -119,7 +136,8 @@ def draw(
     """
     groups = defaultdict(list)
     for row, sampling in enumerate(samplings):
-        groups[sampling.candidates(logits.size(1)), sampling.adjusts].append(row)
+        adjusts = bool(adjustments) and adjustments[row] is not None and adjustments[row].is_active
+        groups[sampling.candidates(logits.size(1)), adjusts].append(row)
     tokens = torch.empty(len(samplings), dtype=torch.long, device=logits.device)
     for (kind, adjusts), rows in groups.items():
         part = logits[rows]     # a copy
@@ -145,7 +163,7 @@ def adjust(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
         frequency_penalty    subtracted once for each time that the answer has the token
         presence_penalty     subtracted once if the answer has the token
         logit_bias           added
-        grammar              tokens that are not allowed become −inf
+        grammar, copying     tokens that are not allowed become −inf
     """
     places, values = [], []
     for row, one in enumerate(adjustments):
@@ -155,10 +173,9 @@ def adjust(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
     # so the sum does not depend on an order.
     index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
     logits.view(-1).index_add_(0, index, added)
-    grammars = {row: one.grammar for row, one in enumerate(adjustments) if one.grammar}
-    if grammars:
-        allowed = torch.stack([grammar.allowed for grammar in grammars.values()]).to(logits.device)     # (rows, V)
-        rows = list(grammars)
+    rows = [row for row, one in enumerate(adjustments) if one.allowed is not None]
+    if rows:
+        allowed = torch.stack([adjustments[row].allowed for row in rows]).to(logits.device)     # (rows, V)
         logits[rows] = logits[rows].masked_fill(~allowed, -math.inf)
 
 

@@ -17,6 +17,8 @@ from nanochat.inference.calculator import calculate
 from nanochat.inference.retrieval import Library, Passage, library_path
 
 NOTHING = "nothing"
+# What a model is trained to say then; the name in quotation marks where it has no blank before it.
+REFUSAL = "I do not know. I found nothing about{}."
 # Calls in one answer: a model that repeats itself would never end.
 MOST_CALLS = 3
 # A model with a context of 256 has to keep room for the question and the answer.
@@ -28,10 +30,14 @@ SENTENCE_END = re.compile(r"(?<=[.!?]) |(?<=[。！？])")
 
 
 class Tools:
-    """What an engine can call. library: where passages are looked up; None: nothing is found."""
+    """
+    What an engine can call. library: where passages are looked up; None: nothing is found. copying: whether what the
+    model looks up and quotes is held to the user's words and the passage's (nanochat/inference/copying.py).
+    """
 
-    def __init__(self, library: Library | None = None) -> None:
+    def __init__(self, library: Library | None = None, copying: bool = True) -> None:
         self.library = library
+        self.copying = copying and library is not None
 
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds."""
@@ -56,14 +62,14 @@ class Tools:
         return shortened(passage.text, tokenizer) if passage else NOTHING
 
 
-def open_tools(library: str | None) -> Tools:
+def open_tools(library: str | None, copying: bool = True) -> Tools:
     """The tools with a library, given by its name or its file; None: Python's own, if it has been made."""
     path = library_path(library or "python")
     if library is None and not path.is_file():
         return Tools()
     if library and "/" in library:
         path = Path(library).expanduser()
-    return Tools(Library(path))
+    return Tools(Library(path), copying)
 
 
 def is_call(expression: str) -> bool:

@@ -28,7 +28,7 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import get_tokenizer
-from nanochat.inference.tools import NOTHING, open_tools
+from nanochat.inference.tools import NOTHING, REFUSAL, open_tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of, with_tool
 from nanochat.tasks.python_questions import QUESTIONS, documentation_words, documented
@@ -38,7 +38,6 @@ from nanochat.tasks.world_questions import GREETINGS
 SIZES = {"train": 30_000, "test": 200}  # conversations, where passages do not give their number
 LONGEST = 200  # characters of a passage: what the tools cut is not judged
 SENTENCE = re.compile(r".+?(?:(?<!\.\w)[.!?](?=\s|$)|。)|.+")  # does not end with "i.e."
-REFUSAL = "I do not know. I found nothing about{}."  # the name in quotation marks where it has no blank before it
 TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
 # ---- lookup.toml says what each of these is

@@ -33,7 +33,7 @@ def sample_rollouts(
 ) -> list[Rollout]:
     """num_samples rollouts of each of these problems, those of one problem next to each other, with advantages."""
     conversations = [task[index] for index in indices]
-    tools = open_tools(task.library)
+    tools = open_tools(task.library, copying=False)  # a draw has to have the model's own probabilities
     answers = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size, tools)
     rollouts = []
     for conversation, samples in zip(conversations, answers):

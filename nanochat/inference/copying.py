@@ -1,0 +1,199 @@
+"""
+Copying that cannot go wrong. The model decides what it looks up and how much of a passage it quotes; the letters are
+not left to it:
+
+    in a call        lookup("…") and search("…") have a stretch of what the user wrote, in whole words
+    after a passage  the answer is the passage, from its beginning up to the end of one of its sentences
+    after "nothing"  a refusal that begins as the trained one does names what was looked up
+
+Everything is compared in bytes, so any tokenization of the same text is allowed. A model of two million parameters
+quoted 2 of 55 passages wrongly without this, and one of half the training 21 of 35.
+"""
+import re
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, TOOL_CALL
+
+# Limits, as the first token of a call compares every word of the question: 1 ms for a question of the longest kind.
+MOST_BYTES = 16         # of a token: longer ones are not used to copy
+MOST_TAIL = 4           # bytes of a stretch in a token that also closes the call, as `?")`
+MOST_QUESTION = 1000    # bytes of what the user wrote, the last ones
+# What has been written of a call: its quotation mark and what comes after it.
+CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(QUERIES)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
+# A period behind a number, a letter or an abbreviation ("14. März", "z. B.", "Dr. Who") may not end a sentence. Where
+# it does, the quotation only becomes longer.
+SENTENCE_END = re.compile(r"""
+    (?<!\d) (?<!\b\w) (?<!\b(?:Dr|Mr|Ms|St|Nr|No|ca|vs)) (?<!\b(?:Mrs|bzw|etc|usw|Tel)) [.] ["')\]]* (?=\s)
+    | [!?] ["')\]]* (?=\s) | [。！？] | $
+""", re.VERBOSE)
+REFUSAL_HEAD = REFUSAL.partition("{}")[0].encode()
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]")
+
+
+class Vocabulary:
+    """The tokens of a tokenizer by their bytes, made once for all answers."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.size = tokenizer.get_vocab_size()
+        self.bytes_of = tokenizer.raw_tokens
+        self.token_of = {token: number for number, token in enumerate(self.bytes_of) if len(token) <= MOST_BYTES}
+        special = tokenizer.encode_special
+        self.user_start, self.user_end = special("<|user_start|>"), special("<|user_end|>")
+        self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
+        self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
+
+    def text(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self.bytes_of[token] for token in tokens if token < len(self.bytes_of))
+
+    def beginnings(self, text: bytes) -> set[int]:
+        """All tokens that a text may begin with."""
+        tokens = (self.token_of.get(text[:length]) for length in range(1, min(len(text), MOST_BYTES) + 1))
+        return {token for token in tokens if token is not None}
+
+
+@dataclass
+class Copy:
+    """
+    A text that is being copied: `opening`, a stretch of `source`, `closing`, and then one of the tokens `after`. The
+    stretch begins at one of `starts` and ends at one of `ends`, both sorted, in bytes.
+    """
+    source: bytes
+    starts: list[int]
+    ends: list[int]
+    after: set[int]
+    opening: bytes = b""
+    closing: bytes = b""
+
+    def next_tokens(self, written: bytes, vocabulary: Vocabulary) -> set[int]:
+        """The tokens that may follow what has been written; none if it is no beginning of such a text."""
+        tokens: set[int] = set()
+        possible = []
+        for start in self.starts:
+            reached = start + max(0, len(written) - len(self.opening))
+            more = self.opening + self.source[start : reached + MOST_BYTES]
+            continuations = set()
+            if more.startswith(written):
+                continuations = vocabulary.beginnings(more[len(written):])
+            # A stretch may have ended already: then a part of the closing bytes has been written.
+            first = bisect_right(self.ends, max(start, reached - len(self.closing) - 1))
+            for end in self.ends[first : bisect_right(self.ends, reached + MOST_TAIL)]:
+                whole = self.opening + self.source[start:end] + self.closing
+                if whole == written:
+                    continuations |= self.after
+                elif whole.startswith(written):
+                    continuations |= vocabulary.beginnings(whole[len(written):])
+            if continuations:
+                possible.append(start)
+            tokens |= continuations
+        self.starts = possible
+        return tokens
+
+
+def word_edges(text: str) -> tuple[list[int], list[int]]:
+    """
+    Where a stretch of whole words may start and end, as offsets into the text's UTF-8. It may start with the blank
+    before a word. In scripts without blanks each character is a word, with the marks that belong to it.
+    """
+    starts, ends = [], []
+    offset = 0
+    for before, after in zip(["", *text], [*text, ""]):
+        is_inside = is_mark(after) or in_word(before) and in_word(after)
+        if not is_inside and after and (after == " " or not after.isspace()):
+            starts.append(offset)
+        if not is_inside and before and not before.isspace():
+            ends.append(offset)
+        offset += len(after.encode())
+    return starts, ends
+
+
+def is_mark(character: str) -> bool:
+    """Whether it belongs to the character before it, as an accent or a vowel sign."""
+    return bool(character) and unicodedata.category(character).startswith("M")
+
+
+def in_word(character: str) -> bool:
+    return (character.isalnum() or character == "_" or is_mark(character)) and not UNSPACED.match(character)
+
+
+class Copying:
+    """What one answer may copy. It is told every token of the answer, also those that a tool writes."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], stop: Sequence[int]) -> None:
+        """prompt: what the answer continues; stop: the tokens that may end it."""
+        self.vocabulary, self.prompt = vocabulary, prompt
+        self.stop = {token for token in stop if token >= len(vocabulary.bytes_of)}
+        self.special: int | None = None     # the answer's last special token
+        self.written = b""                  # since then
+        self.called: str | None = None      # what the last call looked up; None: it was no query of a library
+        self.is_nothing = False             # whether nothing was found
+        self.copy: Copy | None = None
+        self.allowed: Tensor | None = None  # (V,) bool, the tokens that may come next; None: all
+
+    def add(self, token: int) -> None:
+        """The answer has one token more."""
+        vocabulary = self.vocabulary
+        if token < len(vocabulary.bytes_of):
+            self.written += vocabulary.bytes_of[token]
+        else:
+            self._after_special(token)
+        if self.copy is None and self.special == vocabulary.python_start:
+            self.copy = self._copy_of_question()
+        if self.copy is None and self.is_nothing and self.written.startswith(REFUSAL_HEAD):
+            self.copy = self._copy_of_call()
+        tokens: set[int] = set()
+        if self.copy:
+            tokens = self.copy.next_tokens(self.written, vocabulary)
+        if tokens and not self.written and self.special == vocabulary.output_end:
+            tokens.add(vocabulary.python_start)     # before it quotes anything, it may look up something else
+        self.allowed = None
+        if tokens:
+            self.allowed = torch.zeros(vocabulary.size, dtype=torch.bool)
+            self.allowed[list(tokens)] = True
+
+    def _after_special(self, token: int) -> None:
+        """A call, its result or the answer begins or ends."""
+        vocabulary, written = self.vocabulary, self.written.decode(errors="replace")
+        self.special, self.written, self.copy, self.is_nothing = token, b"", None, False
+        if token == vocabulary.python_end:
+            call = TOOL_CALL.fullmatch(written)
+            self.called = call[3] if call and call[1] in QUERIES else None
+        elif token == vocabulary.output_end and self.called is not None:
+            self.is_nothing = written == NOTHING
+            if not self.is_nothing:
+                ends = [len(written[: match.end()].encode()) for match in SENTENCE_END.finditer(written)]
+                self.copy = Copy(written.encode(), [0], ends, self.stop)
+
+    def _copy_of_question(self) -> Copy | None:
+        """In a call: once its name has been written."""
+        call = CALL_TEXT.match(self.written)
+        if call is None:
+            return None
+        quote = call[1] or b'"'
+        starts, ends = word_edges(question := self._question())
+        opening = self.written[: call.start(1)] + quote
+        return Copy(question.encode(), starts, ends, {self.vocabulary.python_end}, opening, quote + b")")
+
+    def _copy_of_call(self) -> Copy:
+        """In a refusal: what was looked up."""
+        name = self.called if self.called.startswith(" ") else f' "{self.called}"'
+        text = f"{name}.".encode()
+        return Copy(text, [0], [len(text)], self.stop, REFUSAL_HEAD)
+
+    def _question(self) -> str:
+        """The last of what the user wrote in this conversation."""
+        vocabulary, texts = self.vocabulary, []
+        start = None
+        for place, token in enumerate(self.prompt):
+            if token == vocabulary.user_start:
+                start = place + 1
+            elif token == vocabulary.user_end and start is not None:
+                texts.append(vocabulary.text(self.prompt[start:place]))
+                start = None
+        return b"\n".join(texts)[-MOST_QUESTION:].decode(errors="ignore")

@@ -1,0 +1,167 @@
+"""What an answer looks up and quotes is copied to the letter, whatever the model's weights are."""
+import re
+
+import pytest
+import torch
+from test_engine import draw_weights
+
+from nanochat.data.conversation import render_prompt
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.copying import SENTENCE_END, word_edges
+from nanochat.inference.detokenizer import to_parts
+from nanochat.inference.engine import Engine
+from nanochat.inference.retrieval import Passage
+from nanochat.inference.sampling import SamplingParams
+from nanochat.inference.tools import NOTHING, REFUSAL, TOOL_CALL, Tools
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig, architecture
+
+MERGES = [b"th", b"the", b" the", b're', b'")', b'?")', b" 2.", b'("', b"\xc3\xb6\xc3", b'"r']
+TOKENIZER = Tokenizer(MERGES)
+SPECIAL = TOKENIZER.encode_special
+RAW = TOKENIZER.raw_tokens
+END = SPECIAL("<|assistant_end|>")
+PASSAGE = 'Die Größe: 2.5 bar, see "Dr. Who" on the 14. März. Then rest!'
+QUESTIONS = ("What is the rear tyre's größe?", "the?", "Wo ist the re-the-re?", "轮胎的 pressure? Für (x)")
+
+
+def random_model() -> GPT:
+    shape = dict(sequence_len=512, vocab_size=TOKENIZER.get_vocab_size(), n_layer=2, n_embd=64, n_head=4, n_kv_head=4)
+    return draw_weights(GPT(GPTConfig(**shape, **architecture("classic"))))
+
+
+class Shelf:
+    """A library that has something about every second text."""
+
+    def lookup(self, text: str) -> Passage | None:
+        return Passage(text, PASSAGE, "shelf.md:1") if len(text) % 2 else None
+
+    search = lookup
+
+
+def engine_that_calls(model, copying: bool = True, **settings) -> Engine:
+    """An engine whose answers begin with a call: the model's own logits come after `lookup(`, and in its refusals."""
+    engine = Engine(model, TOKENIZER, tools=Tools(Shelf(), copying), **settings)
+    extend = engine._extend
+
+    def steered(answers, logits):
+        for row, answer in enumerate(answers):
+            logits[row, SPECIAL("<|python_start|>")] = -1e4     # no second call
+            wanted = steered_token(answer.tokens)
+            if wanted is not None and not answer.output:
+                logits[row] = -1e4
+                logits[row, wanted] = 1e4
+        extend(answers, logits)
+
+    engine._extend = steered
+    return engine
+
+
+def steered_token(tokens: list[int]) -> int | None:
+    """The next token of the answer's beginning, and of the beginning of a refusal."""
+    head = [SPECIAL("<|python_start|>"), *TOKENIZER.encode("lookup(")]
+    if len(tokens) < len(head):
+        return head[len(tokens)]
+    if SPECIAL("<|output_end|>") in tokens and tokens[: len(head)] == head:
+        at = tokens.index(SPECIAL("<|output_end|>"))
+        if TOKENIZER.decode(tokens[:at]).endswith(NOTHING):
+            refusal, said = TOKENIZER.encode(REFUSAL.partition("{}")[0]), tokens[at + 1 :]
+            if said == refusal[: len(said)] and len(said) < len(refusal):
+                return refusal[len(said)]
+    return None
+
+
+def plain_answer(model, question: str, prompt: list[int], count: int) -> list[int]:
+    """A full pass for each token, and of each token of the vocabulary whether it begins one of all possible texts."""
+    source = question.encode()
+    starts, ends = word_edges(question)
+    calls = {b'lookup("' + source[s:e] + b'")' for s in starts for e in ends if s < e}
+    tokens: list[int] = []
+    texts, after = calls, SPECIAL("<|python_end|>")
+    written = b""
+    while len(tokens) < count:
+        logits = model(torch.tensor([prompt + tokens]))[0, -1].detach().clone()
+        wanted = steered_token(tokens)
+        if wanted is not None:
+            token = wanted
+        else:
+            for token in range(len(logits)):
+                text = written + RAW[token] if token < len(RAW) else None
+                if not (written in texts and token == after or text and any(one.startswith(text) for one in texts)):
+                    logits[token] = -torch.inf
+            token = int(logits.argmax())
+        tokens.append(token)
+        if token == END:
+            break
+        if token < len(RAW):
+            written += RAW[token]
+        else:
+            if token == after:
+                result = Tools(Shelf()).result(written.decode(), TOKENIZER, 0)
+                tokens += [SPECIAL("<|output_start|>"), *TOKENIZER.encode(result), SPECIAL("<|output_end|>")]
+                after = END
+                if result == NOTHING:
+                    name = TOOL_CALL.fullmatch(written.decode())[3]
+                    texts = {REFUSAL.format(name if name[0] == " " else f' "{name}"').encode()}
+                else:
+                    ends = [match.end() for match in SENTENCE_END.finditer(result)]
+                    texts = {result[:end].encode() for end in ends}
+            written = b""
+    return tokens
+
+
+def test_many_at_once_are_the_plain_loop_token_for_token():
+    model = random_model()
+    prompts = [render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
+    engine = engine_that_calls(model, max_batch=3)
+    other = engine_that_calls(model, copying=False)
+    answers = engine.generate(prompts, SamplingParams(max_tokens=300, temperature=0, stop=(END,)))
+    free = other.generate(prompts, SamplingParams(max_tokens=60, temperature=0, stop=(END,)))
+    for text, prompt, answer, unlimited in zip(QUESTIONS, prompts, answers, free):
+        expected = plain_answer(model, text, prompt, 300)
+        expected = expected if END in expected else expected[:300]
+        assert TOKENIZER.decode(answer.tokens) == TOKENIZER.decode(expected)
+        assert answer.tokens == expected and unlimited.tokens != expected[:60]
+    assert {NOTHING in str(to_parts(TOKENIZER, answer.tokens)) for answer in answers} == {True, False}
+
+
+def test_draws_at_any_temperature_quote_to_the_letter():
+    model = random_model()
+    prompts = [render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
+    sampling = SamplingParams(max_tokens=400, temperature=1.5, seed=3, presence_penalty=0.5, stop=(END,))
+    for number, answer in enumerate(engine_that_calls(model).generate(prompts, sampling, num_samples=8)):
+        question = QUESTIONS[number // 8]
+        call, result, *said = to_parts(TOKENIZER, answer.tokens)
+        name = TOOL_CALL.fullmatch(call["text"])[3]
+        assert name.strip() and name in question
+        place = [match.start() for match in re.finditer(re.escape(name), question)]
+        assert any(not re.match(r"\w\w", question[max(at - 1, 0):]) or at == 0 or name[0] == " " for at in place)
+        said = "".join(part["text"] for part in said if part["type"] == "text")
+        if result["text"] == NOTHING:
+            assert said == REFUSAL.format(name if name[0] == " " else f' "{name}"')
+        elif not said.startswith(PASSAGE):
+            assert said == PASSAGE.partition(" Then")[0]
+
+
+@pytest.mark.parametrize("text, words", [
+    ("das Wörterbuch", ["das", "Wörterbuch"]),
+    ("fu\u0308r Öl", ["fu\u0308r", "Öl"]),      # the accent is a character of its own
+    ("हिन्दी में", ["हिन्दी", "में"]),
+    ("天气 ok", ["天", "气", "ok"]),
+    ("ที่ดี", ["ที่", "ดี"]),
+    ("str.find()", ["str", ".", "find", "(", ")"]),
+])
+def test_words_of_scripts(text, words):
+    starts, ends = word_edges(text)
+    data = text.encode()
+    pieces = [data[start:min(end for end in ends if end > start)].decode() for start in starts]
+    assert [piece for piece in pieces if piece[0] != " "] == words
+
+
+@pytest.mark.parametrize("text, sentences", [
+    ("It is 3.5. Good.", 1), ("At 2 p.m. we eat. Then go.", 2), ("Am 14. März ist z. B. Dr. Li da. Ja!", 2),
+    ("天气好。我们去。", 2), ("He said \"no!\" Then left.", 2),
+])
+def test_where_a_quotation_may_end(text, sentences):
+    ends = {match.end() for match in SENTENCE_END.finditer(text)}
+    assert len(ends) == sentences and len(text) in ends
