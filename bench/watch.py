@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.plan.memory import split_into_stages, state_bytes
 from nanochat.plan.traffic import collectives
 from nanochat.runtime.collectives import gather_objects
@@ -110,7 +110,7 @@ class Watch(Sent):
         super().__init__(rank, ranks)
         self.model = GPT(config)
         self.model.init_weights(seed=0)
-        self.sharding = Sharding(self.model, self.model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
+        self.sharding = shard_model(self.model, self.model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
         self.optimizers = setup_optimizers(self.model, self.sharding)
 
     def in_flight(self) -> list[Tensor | None]:

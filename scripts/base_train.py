@@ -81,7 +81,7 @@ from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
 from nanochat.optim.recipe import choose
 from nanochat.optim.schedule import is_due
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
@@ -183,7 +183,7 @@ weights = stored_weights(checkpoint) if checkpoint else partial(model.draw, seed
 model.activation_checkpointing = activation_checkpointing
 if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
-sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
+sharding = shard_model(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
 del weights  # with the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
                               recipe.weight_decay * chosen.decay_factor, chosen.rate_factor)

@@ -25,7 +25,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.core_eval import evaluate_core, load_items, load_tasks, rows_of
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.runtime.errors import UserError
 
 WORDS = "red blue sun moon tree a the in of cold water is not".split()
@@ -221,7 +221,7 @@ def core_on_a_rank(
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, sequence_len)
     if stage >= 0:
-        Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage)
+        shard_model(model, model.units(), torch.device("cpu"), torch.float32, stage)
     tasks = load_tasks(bundle)[::-1]  # first one that does not call the model as a whole: on stage 3 it begins with it
     return evaluate_core(model, tokenizer, tasks, max_per_task, tokens_per_forward)
 

@@ -11,7 +11,7 @@ from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_com
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
@@ -73,7 +73,7 @@ def test_greedy_completes_agrees_with_decoding():
     """A model that has learnt one sentence by heart; right and wrong completions of different lengths in one batch."""
     model = GPT(CONFIG)
     model.init_weights(0)
-    sharding = Sharding(model, model.units(), CPU, torch.float32, zero_stage=0)
+    sharding = shard_model(model, model.units(), CPU, torch.float32, zero_stage=0)
     optimizers = setup_optimizers(model, sharding)
     tokens = torch.tensor([TOKENIZER.encode("the cat sat on the mat, and 日本語 too", prepend="<|bos|>")])
     for _ in range(60):

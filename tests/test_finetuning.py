@@ -23,7 +23,7 @@ from nanochat.data.conversation_loader import (
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
 
@@ -51,7 +51,7 @@ def one_step(
     """The loss and the whole gradient of a step, computed as scripts/chat_sft.py does."""
     model = random_model()
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage)
+    sharding = shard_model(model, model.units(), torch.device("cpu"), torch.float32, stage)
     conversations = RenderedConversations([conversation(i) for i in range(EXAMPLES)], TOKENIZER, 65)
     rows = [[i] for i in order(EXAMPLES, 0, 0)]
     shape = BatchShape(device_batch_size, 64, True, rank, world_size)

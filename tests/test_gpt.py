@@ -20,7 +20,7 @@ from nanochat.model.loss import (
     softcapped_cross_entropy,
     token_losses,
 )
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.runtime.compiling import eagerly, switch
 from nanochat.runtime.errors import UserError
 
@@ -353,7 +353,7 @@ def test_a_target_in_the_padding_is_never_learnt():
 def test_bfloat16_gradients_are_summed_in_float32():
     """Three times the same gradient: in float32 exact, in bfloat16 two bits would be missing."""
     model = small_model()
-    Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, zero_stage=0)
+    shard_model(model, model.units(), torch.device("cpu"), torch.bfloat16, zero_stage=0)
     tokens = torch.randint(70, (2, 32))
     model(tokens, tokens).backward()
     once = [p.grad.clone() for p in model.parameters()]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.optim.muon import DistMuon, orthogonalize
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.training.resharding import load_training_state
 from nanochat.training.saving import CheckpointWriter
@@ -35,7 +35,7 @@ class Run:
 
     def __init__(self, stage: int, shard_size: int = -1, units: list[dict] = SHAPES, dtype=torch.float32):
         self.model = Model(units, seed=1)
-        self.sharding = Sharding(self.model, list(self.model.parts), torch.device("cpu"), dtype, stage, shard_size)
+        self.sharding = shard_model(self.model, list(self.model.parts), torch.device("cpu"), dtype, stage, shard_size)
         names = [name for name, _ in self.model.named_parameters()]
         self.muon = DistMuon(self.sharding, names, LR, DECAY, MOMENTUM)
         self.shapes = {name: p.shape for name, p in Model(units, seed=1).named_parameters()}

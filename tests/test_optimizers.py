@@ -9,13 +9,14 @@ from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.adamw import DistAdamW
 from nanochat.optim.muon import orthogonalize
 from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
+from nanochat.optim.zero import shard_model
 
 
 def on_one_rank(params: dict[str, Parameter]) -> Sharding:
     """The parameters as one unit, all of which this rank keeps."""
     unit = nn.ParameterDict(params)
-    return Sharding(unit, [unit], torch.device("cpu"), torch.float32, zero_stage=0)
+    return shard_model(unit, [unit], torch.device("cpu"), torch.float32, zero_stage=0)
 
 
 def apply(sharding: Sharding, *optimizers) -> None:
@@ -55,7 +56,7 @@ def test_every_group_has_its_scaled_rate(large):
     with torch.device("meta"):
         model = GPT(config_from_depth(2, 64, 32, arch=arch))
     model.to_empty(device="cpu").init_weights(0)
-    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
+    sharding = shard_model(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
     adamw, muon = setup_optimizers(model, sharding, 0.1, 0.2, 0.3, 0.4, lr_scale=0.25)
     width, matrices = (128 / 768) ** -0.5, muon.param_groups[0]["initial_lr"]
     rates = {shard.name.split(".", 1)[1]: group["initial_lr"] / 0.25 for group in adamw.param_groups

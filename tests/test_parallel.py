@@ -8,7 +8,7 @@ from bench import context, experts, stage3, tensor
 from bench.context import positions
 from bench.stage3 import Stage3, train
 from nanochat.model.gpt import GPT
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.runtime.tables import cell
 
 IDEAS = {"tensor": tensor, "context": context, "experts": experts, "stage3": stage3}
@@ -78,7 +78,7 @@ def stages(rank: int, ranks: int) -> dict:
             for unit in own.units:
                 unit.gather()
                 unit.work.wait()
-            sharding = Sharding(other, other.units(), torch.device("cpu"), torch.float32, zero_stage=3)
+            sharding = shard_model(other, other.units(), torch.device("cpu"), torch.float32, zero_stage=3)
             assert train(other, list(other.parameters()), kind) == sent
             right = dict(sharding.whole_tensors())
             off = [[(p - q[name]).abs().max().item() for name, p in mine.named_parameters()]

@@ -46,16 +46,16 @@ def script(rank: int, world_size: int, args: list[str], bad_rank: int) -> str:
     """
     gpt_config.LAYER_WIDTH, gpt_config.HEAD_DIM = 16, 32
     if rank == bad_rank:
-        from nanochat.optim.zero import Sharding
+        from nanochat.optim.zero import Buckets
 
-        collect, steps = Sharding.collect_gradients, itertools.count()
+        collect, steps = Buckets.collect_gradients, itertools.count()
 
         def spoilt(self):
             collect(self)
             if next(steps) == 2:
                 self.shards[0].grad[0] = float("inf")
 
-        Sharding.collect_gradients = spoilt
+        Buckets.collect_gradients = spoilt
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         run_as_main("scripts.base_train", args)

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.runtime.errors import UserError
 
 
@@ -26,7 +27,7 @@ class Branches(nn.Module):
 
 
 def shard(model: Branches, zero_stage: int) -> Sharding:
-    return Sharding(model, list(model.branches), torch.device("cpu"), torch.float32, zero_stage)
+    return shard_model(model, list(model.branches), torch.device("cpu"), torch.float32, zero_stage)
 
 
 # For each rank the route of each micro-step.

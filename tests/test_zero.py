@@ -18,7 +18,7 @@ from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.adamw import DistAdamW
 from nanochat.optim.muon import DistMuon, orthogonalize
 from nanochat.optim.partition import equal_ranges, row_ranges
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.plan.memory import moments, split_into_stages
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def sharded_run(
     """STEPS steps. Returns the whole parameters, norms and losses of every step, and which were applied."""
     device = device_of(rank, world_size)
     model = Model().to(device)
-    sharding = Sharding(model, list(model.parts), device, dtype, stage, shard_size)
+    sharding = shard_model(model, list(model.parts), device, dtype, stage, shard_size)
     group = {"shards": [s for s in sharding.shards if s.name in NAMES["adamw"]], "lr": LR}
     muon = DistMuon(sharding, NAMES["muon"], LR, DECAY)
     optimizers = [DistAdamW([group | {"weight_decay": DECAY}], device), muon]
@@ -245,7 +245,7 @@ def count_all_reduces(rank: int, world_size: int) -> int:
     """In a step of four micro-steps, on two replicas of two ranks each."""
     model, calls, all_reduce = Model(), [], dist.all_reduce
     dist.all_reduce = lambda *args, **settings: calls.append(args) or all_reduce(*args, **settings)
-    sharding = Sharding(model, list(model.parts), CPU, torch.float32, zero_stage=2, shard_size=2)
+    sharding = shard_model(model, list(model.parts), CPU, torch.float32, zero_stage=2, shard_size=2)
     for micro_step in range(4):
         with sharding.accumulate(last=micro_step == 3):
             loss = model({name: torch.ones(shape) for name, shape in SHAPES.items()})
@@ -262,7 +262,7 @@ def test_replicas_add_their_gradients_once_a_step():
 def timeline(rank: int, world_size: int, stage: int) -> list[str]:
     """What happens in which order on rank 0: the backward pass of each unit, and each collective that starts."""
     model, events = Model(), []
-    sharding = Sharding(model, list(model.parts), CPU, torch.float32, stage)
+    sharding = shard_model(model, list(model.parts), CPU, torch.float32, stage)
     send = sharding.send
     sharding.send = lambda bucket: (events.append(f"send {sharding.buckets.index(bucket)}"), send(bucket))
     for i, unit in enumerate(model.parts):
@@ -315,7 +315,7 @@ def peaks_at_the_start(rank: int, world_size: int, config, dtype: torch.dtype) -
         with torch.device("meta"):
             model = GPT(config)
         with LiveBytes() as live:
-            Sharding(model, model.units(), CPU, dtype, stage, weights=lambda name, model=model: model.draw(name, 0))
+            shard_model(model, model.units(), CPU, dtype, stage, weights=lambda name, model=model: model.draw(name, 0))
         peaks.append(live.peak)
     return peaks
 

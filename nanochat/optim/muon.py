@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.optim.partition import ShardRange
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
 from nanochat.runtime.step_stats import StepStats
 
 # Odd quintic polynomials, one per step, each the best for the interval of singular values that the step before leaves.
@@ -121,7 +121,7 @@ class MatrixExchange:
         sharding: Sharding,
     ):
         self.shape = shape
-        self.group = sharding.shard_group
+        self.groups = sharding.groups
         self.ranks = sharding.shard_count
         self.nothing = torch.empty(0, dtype=sharding.dtype, device=sharding.device)
         rank = sharding.shard_rank
@@ -183,7 +183,7 @@ class MatrixExchange:
         if self.ranks > 1:
             self.received = self.source.new_empty(sum(incoming))
             self.work = dist.all_to_all_single(
-                self.received, self.source, incoming, outgoing, self.group, async_op=True)
+                self.received, self.source, incoming, outgoing, self.groups["shard"], async_op=True)
 
     def finish(self) -> Tensor:
         if self.work is not None:

@@ -4,7 +4,7 @@ from typing import Any
 from nanochat.model.gpt import GPT
 from nanochat.optim.adamw import DistAdamW
 from nanochat.optim.muon import DistMuon
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
 
 TABLE_LR = 0.5    # of value tables, relative to the embedding's
 SCALAR_LR = 0.02  # of gates and of the smear's scale: they are of the order of one

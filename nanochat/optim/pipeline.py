@@ -20,7 +20,7 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import norm
 from nanochat.optim.partition import partition, place_in_pipeline
 from nanochat.optim.schedule import accumulation_steps
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
 from nanochat.runtime.errors import UserError
 
 
@@ -147,7 +147,7 @@ class Pipeline:
             received = torch.empty(shape, dtype=torch.int64, device="meta")  # tokens
         stage = PipelineStage(
             StageLayers(model, self.layers), self.pipeline_stage, self.pipeline_stages, sharding.device,
-            input_args=(received,), output_args=(streams,), group=sharding.pipeline_group,
+            input_args=(received,), output_args=(streams,), group=sharding.groups["pipeline"],
         )
         self.schedule = Schedule1F1B(stage, micro_batches, loss, scale_grads=False)
 

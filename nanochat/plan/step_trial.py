@@ -23,7 +23,8 @@ from torch import Tensor
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import synchronize
@@ -44,7 +45,7 @@ def set_up_training(
     """(model, sharding, optimizers); `device` may be "meta"."""
     model = model_without_memory(config)
     weights = None if device.type == "meta" else partial(model.draw, seed=0)
-    sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=weights)
+    sharding = shard_model(model, model.units(), device, dtype, zero_stage, weights=weights)
     if compiled:
         model.compile_blocks()
     return model, sharding, setup_optimizers(model, sharding)

@@ -9,7 +9,8 @@ from nanochat.data.conversation_loader import BatchShape, RenderedConversations,
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.runtime.collectives import from_rank0, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
@@ -81,8 +82,8 @@ def load_training(
     model, tokenizer, _ = load_checkpoint(start.begin, torch.device("meta"))
     # The weights come unit by unit, in the dtype they were saved in: no rank holds more than one whole unit beside its
     # shards.
-    sharding = Sharding(model, model.units(), device, dtype, settings["zero_stage"],
-                        weights=stored_weights(start.begin))
+    sharding = shard_model(model, model.units(), device, dtype, settings["zero_stage"],
+                           weights=stored_weights(start.begin))
     model.activation_checkpointing = settings["activation_checkpointing"]
     optimizers = setup_optimizers(model, sharding, settings["unembedding_lr"], settings["embedding_lr"],
                                   settings["matrix_lr"], lr_scale=settings["init_lr_frac"])

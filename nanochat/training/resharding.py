@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
 from nanochat.runtime.collectives import first_problem
 from nanochat.runtime.errors import UserError
 from nanochat.training.records import MODEL_FILE

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
 from nanochat.runtime.collectives import from_rank0, gather_objects, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_timeout

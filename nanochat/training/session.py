@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.optim.schedule import is_due
-from nanochat.optim.zero import Sharding
+from nanochat.optim.sharding import Sharding
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step
@@ -78,7 +78,7 @@ class Session:
         yield
         self.metrics.log_step(self.step, stats.values, lrm, tokens)
         if self.step == self.first_step:
-            after_first_step(*self.sharding.groups())  # all have compiled: shorter timeouts from here
+            after_first_step(*self.sharding.groups.values())  # all have compiled: shorter timeouts from here
         self.step += 1
 
     def end(self) -> None:
