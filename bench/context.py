@@ -91,11 +91,11 @@ def measure(variant: str) -> list[float]:
     cos, sin = (angle[: len(here)] if "rotated" in variant else angle[here] for angle in ANGLES)
 
     def on_ranks(block, x):
-        _, q, k, v = block.attention_inputs(x, cos, sin)                    # (1, T/N, H or H_kv, D)
+        _, q, k, v = block.attn.before_attention(x, cos, sin)               # (1, T/N, H or H_kv, D)
         q = q[0].transpose(0, 1).unflatten(0, (CONFIG.n_kv_head, -1))       # (H_kv, G, T/N, D)
         kv = torch.cat((k, v)).transpose(1, 2)[:, :, None].contiguous()     # (2, H_kv, 1, T/N, D)
         y = Ring.apply(q, kv, variant).flatten(0, 1).transpose(0, 1)        # (T/N, H, D)
-        return block.attention_output(x, y.reshape(x.shape))
+        return block.after_attention(x, y.reshape(x.shape))
 
     # Keys and values travel N − 1 times in each pass, their gradients N times.
     sent = (3 * ranks - 2) * 2 * len(here) * CONFIG.n_kv_head * CONFIG.head_dim * 4

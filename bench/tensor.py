@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bench.watch import Kept, Sent
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import Block, norm, rotary_angles
+from nanochat.model.layers import Block, Positions, Streams, norm, rotary_angles
 from nanochat.runtime.collectives import all_gather_single, gather_objects, rank_and_size, reduce_scatter
 
 T, C = 256, 128  # positions of a row, and channels
@@ -76,18 +76,19 @@ def cut_block(block: Block, variant: str) -> None:
     attn.n_kv_head //= ranks
     entering, leaving = VARIANTS[variant]
 
-    def attention_inputs(x, cos, sin):
+    def before_attention(x, cos, sin):
         normed = Travel.apply(norm(x), *entering)
-        return normed, *attn.project(normed, cos, sin)
+        weight = torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight))
+        return normed, *attn.split_heads(attn.linear(normed, weight), cos, sin)
 
-    def attention_output(x, y):
-        y = attn.linear(y, attn.c_proj.weight)  # (1, T, C/N) → (1, T, C), on each rank a summand
+    def after_attention(x, y):
+        y = attn.output(y)  # (1, T, C/N) → (1, T, C), on each rank a summand
         x = Travel.apply(x + y, *leaving) if variant == STREAM else x + Travel.apply(y, *leaving)
         y = block.mlp(Travel.apply(norm(x), *entering))
         return x + Travel.apply(y, *leaving)
 
-    block.attention_inputs = attention_inputs  # Block's own are these without Travel
-    block.attention_output = attention_output
+    attn.before_attention = before_attention  # the model's own are these without Travel
+    block.after_attention = after_attention
 
 
 def measure(variant: str) -> list[float]:
@@ -110,7 +111,7 @@ ANGLES = rotary_angles(T, CONFIG.head_dim, CONFIG.rope_theta, torch.device("cpu"
 
 
 def on_one(block: Block, x: Tensor) -> Tensor:
-    return block(x, torch.arange(T)[None], *ANGLES, None, x, x)
+    return block(Streams(x, x, x), torch.arange(T)[None], Positions(*ANGLES, None))
 
 
 def compare(

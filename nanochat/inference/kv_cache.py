@@ -205,13 +205,16 @@ class CachedModel:
         The blocks of the model, for N tokens of any sequences: (N,) each → (N, C), what the head reads. previous: the
         token before each, −1 where there is none. attend(layer, q, k, v) → (N, H, D) lets the tokens see others: q is
         (N, H, D), k and v are (N, H_kv, D).
+
+        The twin of `Block.body` in nanochat/model/layers.py, without gradients: change both. tests/test_engine.py
+        compares them (test_greedy_is_the_uncached_model_token_for_token).
         """
         cos, sin = (angle[positions] for angle in self.angles)
 
         x = first = middle = self.model.transformer.wte(tokens, previous)
         for layer, (block, products) in enumerate(zip(self.model.transformer.h, self.products)):
             qkv, attn_proj, mlp_fc, mlp_proj = products
-            x = block.begin(x, first)
+            x = block.start(x, first)
             h = norm(x)
             values = None if block.values is None else block.values(tokens)
             q, k, v = block.attn.split_heads(qkv(h), cos, sin)                  # (N, H or H_kv, D)

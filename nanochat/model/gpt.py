@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat.model.attention import document_begins
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import Block, Embedding, Gate, Table, norm, rotary_angles
+from nanochat.model.layers import Block, Embedding, Gate, Positions, Streams, Table, norm, rotary_angles
 from nanochat.model.loss import cap, softcapped_cross_entropy, token_losses
 
 Role = Literal["embedding", "head", "matrix", "table", "gate", "smear", "residual_scale", "first_scale"]
@@ -106,38 +106,35 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) → the head's input, (B, T, C)."""
-        x, *_ = self.blocks(range(self.config.n_layer), tokens, self.transformer.wte(tokens))
-        return norm(x)
+        return norm(self.blocks(range(self.config.n_layer), tokens, self.embed(tokens)).x)
+
+    def embed(self, tokens: Tensor) -> Streams:
+        """tokens (B, T) → what the first block reads."""
+        x = self.transformer.wte(tokens)
+        return Streams(x, x, x) if self.config.streams > 1 else Streams(x)
 
     def blocks(
         self,
         layers: range,
         tokens: Tensor,
-        x: Tensor,
-        first: Tensor | None = None,
-        middle: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """
-        The residual stream x (B, T, C) after the blocks of these layers, and with config.streams 3 what later blocks
-        read besides: the first block's input, and the stream after block n_layer // 2 (until then the input again).
-        tokens: (B, T).
-        """
-        several = self.config.streams > 1
-        if several and first is None:
-            first = middle = x
+        streams: Streams,
+    ) -> Streams:
+        """The streams after the blocks of these layers. tokens: (B, T)."""
         cos, sin = rotary_angles(tokens.size(1), self.config.head_dim, self.config.rope_theta, tokens.device)
         begins = None
         if self.config.document_token >= 0:
             begins = document_begins(tokens, self.config.document_token)
+        inputs = tokens, Positions(cos, sin, begins)
         for layer in layers:
             block = self.transformer.h[layer]
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, tokens, cos, sin, begins, first, middle, use_reentrant=False)
+                x = checkpoint(block, streams, *inputs, use_reentrant=False)
             else:
-                x = block(x, tokens, cos, sin, begins, first, middle)
-            if several and layer == self.config.n_layer // 2:
-                middle = x
-        return (x, first, middle) if several else (x,)
+                x = block(streams, *inputs)
+            streams = streams._replace(x=x)
+            if streams.middle is not None and layer == self.config.n_layer // 2:
+                streams = streams._replace(middle=x)
+        return streams
 
     def keep_layers(self, layers: range) -> None:
         """Remove the other blocks, the embedding if the first block is not kept, the head if the last one is not."""

@@ -1,5 +1,6 @@
 """The layers of the model in gpt.py, from the embedding to a block, with the pieces of GPTConfig."""
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -11,6 +12,23 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.compiling import of_any_length, switch
 
 NORM_EPS = 1.1920929e-07  # float32 machine epsilon, in every dtype
+
+
+class Positions(NamedTuple):
+    """Where the tokens of a batch of rows stand."""
+
+    cos: Tensor  # (T, D/2) float32, as sin: see `rotary_angles`
+    sin: Tensor
+    begins: Tensor | None  # (B, T), see `document_begins`; None: a row is one text
+
+
+class Streams(NamedTuple):
+    """What blocks read and hand on, (B, T, C) each."""
+
+    x: Tensor  # the residual stream
+    # With config.streams 3 only.
+    first: Tensor | None = None   # the first block's input
+    middle: Tensor | None = None  # x after block n_layer // 2; until then the first block's input
 
 
 def norm(x: Tensor) -> Tensor:
@@ -152,16 +170,36 @@ class CausalSelfAttention(nn.Module):
             self.value_gate = Gate(config, config.n_kv_head, inputs=12, limit=3)
         self.linear: Callable = F.linear  # or a product in 8 bits, see fp8.py
 
-    def project(
+    def forward(
+        self,
+        x: Tensor,
+        positions: Positions,
+        values: Tensor | None,
+        blocks,
+    ) -> Tensor:
+        """
+        The residual stream (B, T, C) → what its heads return, (B, T, C), to be projected by `output`. values: the value
+        embeddings of the tokens, (B, T, H_kv · D). blocks: see `attention`.
+        """
+        normed, q, k, v = self.before_attention(x, positions.cos, positions.sin)
+        v = self.add_value_embedding(normed, v, values)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        if self.key_offset:
+            k = offset_keys(k, positions.begins)
+        y = attention(q, k, v, self.window, blocks, positions.begins)
+        return y.transpose(1, 2).flatten(2)
+
+    def before_attention(
         self,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-    ) -> list[Tensor]:
-        """x (B, T, C) → queries (B, T, H, D), keys and values (B, T, H_kv, D)."""
+    ) -> tuple[Tensor, ...]:
+        """The normalized stream (B, T, C), its queries (B, T, H, D), keys and values (B, T, H_kv, D)."""
+        normed = norm(x)
         # One product for all heads: fewer, larger kernels, and a third of their compilation.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
-        return [heads.contiguous() for heads in self.split_heads(self.linear(x, weight), cos, sin)]
+        return normed, *[heads.contiguous() for heads in self.split_heads(self.linear(normed, weight), cos, sin)]
 
     def split_heads(
         self,
@@ -193,6 +231,9 @@ class CausalSelfAttention(nn.Module):
         if embedding is None:
             return v
         return v + self.value_gate(x)[..., None] * embedding.view(v.shape)
+
+    def output(self, y: Tensor) -> Tensor:
+        return self.linear(y, self.c_proj.weight)
 
 
 class MLP(nn.Module):
@@ -226,72 +267,51 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        streams: Streams,
         tokens: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        begins: Tensor | None,
-        first: Tensor | None,
-        middle: Tensor | None,
+        positions: Positions,
+    ) -> Tensor:
+        """The residual stream (B, T, C) after the block. tokens: (B, T)."""
+        x, first, _ = streams
+        values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
+        # Eager attention has no use for a list of blocks.
+        blocks = window_blocks(x.size(1), self.attn.window, x.device) if switch.on else None
+        if first is x:  # block 0's: compiled code would take one tensor given twice for another kind of block
+            streams = streams._replace(first=x.view_as(x))
+        return self.body(streams, positions, values, blocks)
+
+    def body(
+        self,
+        streams: Streams,
+        positions: Positions,
+        values: Tensor | None,
+        blocks,
     ) -> Tensor:
         """
-        x: the residual stream (B, T, C); tokens: (B, T); begins: see `document_begins`; first, middle: see GPT.blocks.
-        Returns the residual stream after the block.
+        Compiled on a GPU. Lookups stay outside: their gradients are summed in any order. `CachedModel.hidden` in
+        nanochat/inference is the twin, without gradients: change both. tests/test_engine.py compares them
+        (test_greedy_is_the_uncached_model_token_for_token).
         """
-        values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
-        blocks = None
-        if switch.on:  # eager attention has no use for it
-            blocks = window_blocks(x.size(1), self.attn.window, x.device)
-        if first is x:  # block 0's: compiled code would take one tensor given twice for another kind of block
-            first = x.view_as(x)
-        return self.body(x, cos, sin, values, blocks, begins, first, middle)
+        x = self.start(streams.x, streams.first)
+        y = self.attn(x, positions, values, blocks)
+        x = self.after_attention(x, y)
+        return self.end(x, streams.middle)
 
-    def begin(self, x: Tensor, first: Tensor | None) -> Tensor:
+    def start(self, x: Tensor, first: Tensor | None) -> Tensor:
         """The residual stream that the block reads. nanochat, 2026; modded-nanogpt, 2024."""
         if self.residual_scale is None:
             return x
         added = self.first_scale * first  # first: then block 0 sums its input's gradients as under fully_shard
         return self.residual_scale * x + added
 
+    def after_attention(self, x: Tensor, y: Tensor) -> Tensor:
+        """The residual stream x after attention, whose heads returned y (B, T, C), and after the MLP."""
+        x = x + self.attn.output(y)
+        return x + self.mlp(norm(x))
+
     def end(self, x: Tensor, middle: Tensor | None) -> Tensor:
         """The residual stream after the block; in the last one without the middle's part. modded-nanogpt, 2025."""
         return x if self.middle_scale is None else x - self.middle_scale * middle
-
-    def body(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        values: Tensor | None,
-        blocks,
-        begins: Tensor | None,
-        first: Tensor | None,
-        middle: Tensor | None,
-    ) -> Tensor:
-        """Compiled on a GPU. Lookups stay outside: their gradients are summed in any order."""
-        x = self.begin(x, first)
-        normed, q, k, v = self.attention_inputs(x, cos, sin)
-        v = self.attn.add_value_embedding(normed, v, values)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                    # (B, H, T, D)
-        if self.attn.key_offset:
-            k = offset_keys(k, begins)
-        y = attention(q, k, v, self.attn.window, blocks, begins).transpose(1, 2)    # (B, T, H, D)
-        return self.end(self.attention_output(x, y.flatten(2)), middle)
-
-    def attention_inputs(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """The normalized residual stream (B, T, C), and its queries, keys and values."""
-        normed = norm(x)
-        return normed, *self.attn.project(normed, cos, sin)
-
-    def attention_output(self, x: Tensor, y: Tensor) -> Tensor:
-        """The residual stream x after attention, whose heads are y (B, T, C), and after the MLP."""
-        x = x + self.attn.linear(y, self.attn.c_proj.weight)
-        return x + self.mlp(norm(x))
 
     def compile_body(self, device: torch.device) -> None:
         """
@@ -300,7 +320,7 @@ class Block(nn.Module):
         value tables would make different kinds of blocks.
         """
         if device.type == "cpu":
-            self.attention_inputs = of_any_length(torch.compile(self.attention_inputs, dynamic=False))
-            self.attention_output = of_any_length(torch.compile(self.attention_output, dynamic=False))
+            self.attn.before_attention = of_any_length(torch.compile(self.attn.before_attention, dynamic=False))
+            self.after_attention = of_any_length(torch.compile(self.after_attention, dynamic=False))
         else:
             self.body = torch.compile(self.body, dynamic=False)

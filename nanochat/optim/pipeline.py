@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import norm
+from nanochat.model.layers import Streams, norm
 from nanochat.optim.partition import partition, place_in_pipeline
 from nanochat.optim.schedule import accumulation_steps
 from nanochat.optim.sharding import Sharding
@@ -200,10 +200,11 @@ class StageLayers(nn.Module):
         self.layers = layers
 
     def forward(self, received: Tensor, tokens: Tensor) -> Tensor:
-        streams = received.unbind()
         if self.layers.start == 0:
-            streams = [self.model.transformer.wte(tokens)]
-        streams = self.model.blocks(self.layers, tokens, *streams)
+            streams = self.model.embed(tokens)
+        else:
+            streams = Streams(*received.unbind())
+        streams = self.model.blocks(self.layers, tokens, streams)
         if self.layers.stop == self.model.config.n_layer:
-            return norm(streams[0])
-        return torch.stack(streams)
+            return norm(streams.x)
+        return torch.stack(streams[: self.model.config.streams])
