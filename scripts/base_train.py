@@ -12,10 +12,10 @@ from configurator import configure
 run = ""                    # name of the wandb run; empty: no wandb
 model_tag = ""              # folder of the checkpoints; empty: d<depth>
 overwrite = False           # remove the checkpoints that this run would write again
-seed = 0                    # [0..] of weights and data order
+seed = 0                    # [0..] decides weights and the order of the data
 # ---- Device
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters, activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 fp8 = False                 # the blocks' products in 8 bits, on H100 and newer; a CPU only emulates it
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
@@ -40,17 +40,17 @@ pipeline_stages = 1         # [1..] groups of ranks with layers of their own; mi
 embedding_lr = -1.0         # [-1, 0..] AdamW, for a model 768 wide
 unembedding_lr = -1.0       # [-1, 0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-muon_momentum = -1.0        # [-1, 0..1] of Muon, after its rise
+muon_momentum = -1.0        # [-1, 0..1] Muon's momentum after its rise
 final_muon_momentum = -1.0  # [-1, 0..1] at the end of the warmdown
-momentum_steps = -1         # [-1, 1..] steps in which momentum rises from 0.85
-weight_decay = -1.0         # [-1, 0..] of Muon's matrices only; falls to zero
+momentum_steps = -1         # [-1, 1..] steps in which it rises from 0.85
+weight_decay = -1.0         # [-1, 0..] Muon's matrices only; falls to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmup_steps = -1           # [-1, 0..] steps in which the learning rate rises, at most a tenth of the run
 warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, in which it falls
 final_lr_frac = -1.0        # [-1, 0..1] the last step's learning rate, as a share of the highest
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
-eval_tokens = -1            # [-1, 1..] of a validation, at most one pass; -1: 10,485,760 on a CUDA GPU, else 65,536
+eval_tokens = -1            # [-1, 1..] tokens per validation, at most one pass; -1: 10,485,760 on a CUDA GPU, else 65,536
 core_metric_every = -1      # [-1..] steps between CORE evaluations, also after the last step; -1: never
 core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
 sample_every = 2000         # [-1..] steps between samples, also after the last step; -1: never
@@ -71,12 +71,11 @@ from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
 from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
-from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, sample
 from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt import model_without_memory
-from nanochat.model.gpt_config import GPTConfig, config_from_depth
+from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
 from nanochat.optim.recipe import choose
@@ -87,10 +86,9 @@ from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, hosts_may_change, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import until_stopped
-from nanochat.training.checkpoint import changed_settings, checkpoint_dir, choose_start, read_meta
-from nanochat.training.metrics import require_wandb
+from nanochat.training.checkpoint import changed_settings, checkpoint_dir, choose_start, meta_of_same_model
+from nanochat.training.metrics import announce_length, require_wandb
 from nanochat.training.records import duration
 from nanochat.training.resharding import load_training_state, stored_weights
 from nanochat.training.session import Session
@@ -101,11 +99,9 @@ rank, world_size, device, model_dtype = set_up(device_type, dtype)
 from_rank0(ensure_dataset, data)
 tokenizer = from_rank0(ensure_tokenizer, data)
 token_bytes = tokenizer.token_bytes()
-core_tasks = []
-if core_metric_every > 0:
-    if reason := why_no_bundle():
-        raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
-    core_tasks = load_tasks(bundle_dir())
+if core_metric_every > 0 and (reason := why_no_bundle()):
+    raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
+core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
 # ---- Sizes that were left to the device
 large = device.type == "cuda"
@@ -118,8 +114,7 @@ if eval_tokens == -1:
 config |= {"depth": depth, "max_seq_len": max_seq_len, "eval_tokens": eval_tokens}
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
-bos = tokenizer.get_bos_token_id()
-model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch=arch, bos=bos)
+model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch, tokenizer.get_bos_token_id())
 model = model_without_memory(model_config)
 parameters = sum(p.numel() for p in model.parameters())
 matmul_parameters = model.count_parameters("matrix", "head")  # the others are looked up, not multiplied
@@ -132,53 +127,39 @@ model.keep_layers(pipeline.layers)  # removes those of other pipeline stages
 # ---- Where to start: rank 0 looks for checkpoints and decides for all ranks
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
 checkpoint = choose_start(checkpoints, resume, overwrite, resume_from_step)
-meta = read_meta(checkpoint) if checkpoint else None
-if meta and meta["tokenizer"] != tokenizer.fingerprint:
-    put_back = f"cp {checkpoint / FILE_NAME} {tokenizer_dir(data)}"
-    raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; "
-                    f"put back its own, {put_back}, or choose another --model_tag")
-if meta:  # pieces without parameters show nowhere else; a default may have changed since
-    if differing := dict(vars(GPTConfig(**meta["model_config"])).items() - vars(model_config).items()):
-        raise UserError(f"{checkpoint} does not fit this run: its model has {differing}; "
-                        "say so with --depth and --arch=modern,…, or choose another --model_tag")
+meta = meta_of_same_model(checkpoint, model_config, tokenizer, data) if checkpoint else None
 
 # ---- What the run decides once: horizon, batch, recipe, rates
-rows_at_once = device_batch_size * world_size
-if device_batch_size == -1:  # the same for 1 to 16 ranks, so that they draw the same curve
-    rows_at_once = math.lcm(16, world_size)
+# Rows of a micro-step of all ranks; where they are chosen the same for 1 to 16 ranks, so that the curve is, too.
+rows_at_once = math.lcm(16, world_size) if device_batch_size == -1 else device_batch_size * world_size
 chosen = choose(config, matmul_parameters, flops_per_token, rows_at_once * max_seq_len, meta)
 total_batch_size, num_iterations, recipe = chosen[:3]
 if device_batch_size == -1:
     device_batch_size = math.gcd(total_batch_size // (max_seq_len * world_size), 16 if large else 8)
     config["device_batch_size"] = device_batch_size
-config |= recipe._asdict()  # what was chosen is what a checkpoint and the report say
+config |= recipe._asdict()  # checkpoints and the report show what was chosen
 
 # ---- Micro-steps. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
 uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
-# Share of the ranks' micro-batches that have rows: 1, or less where the ranks do not divide the batch
+# The share of the ranks' micro-batches that have rows: 1, or less if the ranks do not divide the batch
 step_places = grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks
 filled = total_batch_size / step_places
-total_flops = num_iterations * total_batch_size * flops_per_token
-peak = peak_flops(device, model_dtype)
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
 if filled < 1:
     print0(f"warning: {pipeline.dp_ranks} rank(s) do not divide the batch: "
            f"{1 - filled:.0%} of their micro-steps are empty")
-seconds = total_flops / (peak * world_size)
-rate = f"{peak / 1e12:,.2f} TFLOP/s" if peak > 1e11 else f"{peak / 1e9:,.2f} GFLOP/s"
-print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
-       f"at least {duration(seconds)}, at the peak of {rate} per rank")
-month = 30 * 86400  # on a CPU more is taken for a mistake, unless the steps are given
+total_tokens = num_iterations * total_batch_size
+seconds = announce_length(num_iterations, total_tokens, flops_per_token, device, model_dtype, world_size)
+month = 30 * 86400  # more is taken for a mistake on a CPU, unless the steps are given
 if device.type == "cpu" and seconds > month and not meta and config["num_iterations"] == -1:
     raise UserError(f"depth={depth} would train for {duration(seconds)} here, or longer; python -m scripts.doctor says "
                     "what fits, and without --depth a model is chosen that suits a CPU; --num_iterations=… trains it "
                     "all the same")
 
-# ---- Weights: drawn in float32, or the checkpoint's; the same on every rank, one unit (embedding, block, head) at a
-# time. Each rank keeps its part of a unit, as zero_stage says, before the next one comes: the whole model need not fit
-# on a device
+# ---- Weights: drawn in float32, or the checkpoint's; the same on every rank. Units (embedding, block, head) come one
+# by one, and each rank keeps its part of each, as zero_stage says: the whole model need not fit on a device
 weights = stored_weights(checkpoint) if checkpoint else partial(model.draw, seed=seed)
 model.activation_checkpointing = activation_checkpointing
 if fp8:
@@ -272,9 +253,9 @@ while True:
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
-    # reduce_and_clip divides loss and gradients by the sum of the counts. In fine-tuning the count is the number of
-    # targets; here it is 1 for each rank with a loss, or less if some of its micro-batches are empty.
-    count = filled if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
+    # reduce_and_clip divides loss and gradients by the sum of the counts: 1 for each rank with a loss, or less if some
+    # of its micro-batches are empty. In a pipeline only the last stage has a loss. (Fine-tuning counts targets.)
+    count = filled if pipeline.is_last else 0.0
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
     lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
     with session.update(stats, lrm):  # an error in here saves nothing: the parameters are half updated
@@ -286,6 +267,6 @@ while True:
 train_loader.close()
 session.end()
 if rank == 0:
-    results = {"parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}"}
+    results = {"parameters": f"{parameters:,}", "tokens trained on": f"{total_tokens:,}"}
     session.report("Base model: pretraining", results | metrics.results(), floor=entropy_floor(data))
 compute_cleanup(session.stop)

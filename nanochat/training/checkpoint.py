@@ -22,7 +22,7 @@ from typing import TextIO
 import torch
 from safetensors.torch import load_file
 
-from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.tokenizer import FILE_NAME, Tokenizer, tokenizer_dir
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects, rank_and_size
@@ -216,6 +216,20 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
         raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "
                         "--overwrite removes them")
     return checkpoint
+
+
+def meta_of_same_model(checkpoint: Path, config: GPTConfig, tokenizer: Tokenizer, data: str) -> dict:
+    """The meta of the checkpoint that a run goes on from. UserError if its model or its tokenizer is not the run's."""
+    meta = read_meta(checkpoint)
+    if meta["tokenizer"] != tokenizer.fingerprint:
+        put_back = f"cp {checkpoint / FILE_NAME} {tokenizer_dir(data)}"
+        raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; "
+                        f"put back its own, {put_back}, or choose another --model_tag")
+    # Pieces without parameters leave no trace in the weights, and a default may have changed: the configs are compared.
+    if differing := dict(vars(GPTConfig(**meta["model_config"])).items() - vars(config).items()):
+        raise UserError(f"{checkpoint} does not fit this run: its model has {differing}; "
+                        "say so with --depth and --arch=modern,…, or choose another --model_tag")
+    return meta
 
 
 def launcher() -> str:

@@ -16,6 +16,7 @@ from nanochat.runtime.collectives import rank_and_size
 from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
+from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import Stopped, vote
 from nanochat.training.checkpoint import newest_saved
 from nanochat.training.records import duration, read_metrics
@@ -215,6 +216,18 @@ class Metrics:
         print0(f"peak memory: {peak_memory():.1f} GiB")
         if self.wandb:
             self.wandb.finish()
+
+
+def announce_length(steps: int, tokens: int, flops_per_token: int, device: torch.device, dtype: torch.dtype,
+                    ranks: int) -> float:
+    """Print how long a run is, and return the seconds that it takes at least, at the peak rate of every rank."""
+    flops = tokens * flops_per_token
+    peak = peak_flops(device, dtype)
+    seconds = flops / (peak * ranks)
+    rate = f"{peak / 1e12:,.2f} TFLOP/s" if peak > 1e11 else f"{peak / 1e9:,.2f} GFLOP/s"
+    print0(f"run: {steps:,} steps, {tokens:,} tokens, {flops:.2e} FLOPs, at least {duration(seconds)}, "
+           f"at the peak of {rate} per rank")
+    return seconds
 
 
 def peak_memory() -> float:
