@@ -50,7 +50,7 @@ warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, in which 
 final_lr_frac = -1.0        # [-1, 0..1] the last step's learning rate, as a share of the highest
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
-eval_tokens = -1            # [-1, 1..] tokens per validation, at most one pass; -1: 10,485,760 on a CUDA GPU, else 65,536
+eval_tokens = -1            # [-1, 1..] tokens per validation, at most all; -1: 10,485,760 on a CUDA GPU, else 65,536
 core_metric_every = -1      # [-1..] steps between CORE evaluations, also after the last step; -1: never
 core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
 sample_every = 2000         # [-1..] steps between samples, also after the last step; -1: never

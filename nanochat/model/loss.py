@@ -6,6 +6,7 @@ product with the head; softcap, sums and gradient in one fused kernel; both prod
 while the chunk is still in its cache. Kept for the backward pass are tensors of the inputs' sizes, not the logits.
 """
 from collections.abc import Iterator
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -105,11 +106,10 @@ def chunks(vocab: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def chunk_rows(rows: int, vocab: int, device_type: str) -> int:
     """The number of rows of a chunk."""
-    most = CHUNK_LOGITS.get(device_type, 2**24)
-    count = 1
-    while -(-rows // count) * vocab > most and count < rows:
-        count *= 2
-    return -(-rows // count)
+    most = max(CHUNK_LOGITS.get(device_type, 2**24), vocab)
+    while rows * vocab > most:
+        rows = ceil(rows / 2)
+    return rows
 
 
 def cap(logits: Tensor, softcap: float | None) -> Tensor:

@@ -125,25 +125,20 @@ class MatrixExchange:
         self.ranks = sharding.shard_count
         self.nothing = torch.empty(0, dtype=sharding.dtype, device=sharding.device)
         rank = sharding.shard_rank
-        by_owner = sorted(ranges, key=owners.get)  # every rank sends and receives the matrices in this order
 
-        self.kept: dict[str, int] = {}      # elements of this rank's shards, in the order in which they are sent
-        self.outgoing = [0] * self.ranks    # elements to each owner
-        for name in by_owner:
-            for r in ranges[name]:
-                if r.rank == rank:
-                    self.kept[name] = r.end - r.start
-                    self.outgoing[owners[name]] += r.end - r.start
-
-        self.owned = [name for name in by_owner if owners[name] == rank]
-        self.arriving: list[tuple[int, ShardRange]] = []  # (index of the owned matrix, range), by the rank that sends
-        self.incoming = [0] * self.ranks                  # elements from each rank
-        for source in range(self.ranks):
-            for i, name in enumerate(self.owned):
-                for r in ranges[name]:
-                    if r.rank == source:
-                        self.arriving.append((i, r))
-                        self.incoming[source] += r.end - r.start
+        # Every rank lists all shards in one order, by the owner of their matrix: what arrives needs no names.
+        shards = [(name, r) for name in sorted(ranges, key=owners.get) for r in ranges[name]]
+        self.kept = {name: r.size for name, r in shards if r.rank == rank}  # elements, as they are sent
+        self.arriving = [(name, r) for name, r in shards if owners[name] == rank]
+        self.owned = list(dict.fromkeys(name for name, _ in self.arriving))
+        self.arriving.sort(key=lambda shard: shard[1].rank)  # as they arrive
+        # Elements to each owner, and from each rank.
+        self.outgoing = [0] * self.ranks
+        self.incoming = [0] * self.ranks
+        for name, size in self.kept.items():
+            self.outgoing[owners[name]] += size
+        for _, r in self.arriving:
+            self.incoming[r.rank] += r.size
 
     def send(self, updates: dict[str, Tensor]) -> None:
         """Start sending this rank's shards of the updates, flat, to the owners."""
@@ -152,20 +147,17 @@ class MatrixExchange:
     def receive(self) -> Tensor:
         """Wait for `send`: a stack (n, rows, cols) of the matrices that this rank owns; n may be 0."""
         received = self.finish()
-        if self.ranks == 1:
-            return received.view(len(self.owned), *self.shape)
-        stack = received.new_empty(len(self.owned), prod(self.shape))
-        offset = 0
-        for i, r in self.arriving:
-            size = r.end - r.start
-            stack[i, r.start : r.end] = received[offset : offset + size]
-            offset += size
-        return stack.view(len(self.owned), *self.shape)
+        if self.ranks > 1:
+            by_name = {name: received.new_empty(prod(self.shape)) for name in self.owned}
+            for (name, r), part in zip(self.arriving, received.split([r.size for _, r in self.arriving])):
+                by_name[name][r.start : r.end] = part
+            received = torch.cat([received[:0], *by_name.values()])
+        return received.view(len(self.owned), *self.shape)
 
     def send_back(self, stack: Tensor) -> None:
         """Start sending the shards of the owned matrices to the ranks that keep them."""
-        flat = stack.reshape(len(self.owned), prod(self.shape))
-        self.start([flat[i, r.start : r.end] for i, r in self.arriving], self.incoming, self.outgoing)
+        flat = dict(zip(self.owned, stack.flatten(1)))
+        self.start([flat[name][r.start : r.end] for name, r in self.arriving], self.incoming, self.outgoing)
 
     def receive_back(self) -> dict[str, Tensor]:
         """Wait for `send_back`: this rank's shards by name, flat."""

@@ -19,6 +19,10 @@ class ShardRange(NamedTuple):
     end: int
     rank: int
 
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
 
 @dataclass
 class Shard:

@@ -78,36 +78,35 @@ class Bucket:
     def __init__(
         self,
         params: dict[str, Parameter],
-        dtype: torch.dtype,
-        shard_count: int,
-        shard_rank: int,
-        sum_in_float32: bool,
+        sharding: Sharding,
     ):
+        ranks = sharding.shard_count
+        rank = sharding.shard_rank
         self.params = params
         shapes = {name: tuple(p.shape) for name, p in params.items()}
-        self.part_size, self.ranges = equal_ranges(shapes, shard_count)
-        device = next(iter(params.values())).device
-        self.flat = torch.zeros(shard_count * self.part_size, dtype=dtype, device=device)
-        if dtype == torch.float32:
-            self.master = self.flat[shard_rank * self.part_size : (shard_rank + 1) * self.part_size]
+        self.part_size, self.ranges = equal_ranges(shapes, ranks)
+        self.flat = torch.zeros(ranks * self.part_size, dtype=sharding.dtype, device=sharding.device)
+        if sharding.separate_masters:
+            self.master = torch.zeros(self.part_size, device=sharding.device)
         else:
-            self.master = torch.zeros(self.part_size, device=device)
+            self.master = self.flat.view(ranks, -1)[rank]
 
         # The shards of this rank lie one after the other in its part.
-        kept = [(name, r) for name, ranges in self.ranges.items() for r in ranges if r.rank == shard_rank]
-        self.sizes = [r.end - r.start for _, r in kept]
+        kept = [(name, r) for name, ranges in self.ranges.items() for r in ranges if r.rank == rank]
+        self.sizes = [r.size for _, r in kept]
         self.shards: list[Shard] = []
         for (name, r), master in zip(kept, self.split(self.master)):
             master.copy_(params[name].data.flatten()[r.start : r.end])  # before the weights are rounded to dtype
             self.shards.append(Shard(name, shapes[name], r.start, r.end, master))
 
+        # Autograd sums micro-steps in float32, also where products are bfloat16. A gradient that is sent before the
+        # next one comes keeps its own dtype.
+        is_summed_here = sharding.zero_stage < 2 or ranks == 1
         offset = 0
         for p in params.values():
             view = self.flat[offset : offset + p.numel()].view(p.shape)
             p.data = view.copy_(p.data)  # frees the memory that the weights came in
-            # Autograd sums micro-steps in float32, also where products are bfloat16. None: the gradient's own dtype,
-            # for a gradient that is sent before the next one comes.
-            p.grad_dtype = torch.float32 if sum_in_float32 else None
+            p.grad_dtype = torch.float32 if is_summed_here else None
             offset += p.numel()
         self.padding = len(self.flat) - offset  # elements at the end
         self.computed = 0                # parameters whose gradient the backward pass of this micro-step has computed
@@ -152,8 +151,7 @@ class Buckets(Sharding):
         self.in_flight: deque[tuple] = deque()  # (bucket, work, its output, its input, sent in the last micro-step)
 
     def add_unit(self, unit: nn.Module, params: dict[str, Parameter]) -> None:
-        sum_in_float32 = self.zero_stage < 2 or self.shard_count == 1
-        bucket = Bucket(params, self.dtype, self.shard_count, self.shard_rank, sum_in_float32)
+        bucket = Bucket(params, self)
         self.buckets.append(bucket)
         self.shards += bucket.shards
         self.ranges |= bucket.ranges
