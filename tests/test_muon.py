@@ -1,5 +1,5 @@
 """
-Muon, sharded, against its rule written out for whole matrices in float64; what it keeps, on other ranks.
+Muon, sharded: the same bits on any ranks, and what it keeps, on other ranks. Its rule is in test_zero.py.
 
 Gradients are small integers, the same on every rank: their sums over ranks are exact, so that runs on any ranks and
 stages can be compared to the bit.
@@ -10,7 +10,7 @@ from test_zero import Model
 from torch import Tensor
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.optim.muon import DistMuon, orthogonalize
+from nanochat.optim.muon import DistMuon
 from nanochat.optim.zero import shard_model
 from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.training.resharding import load_training_state
@@ -60,29 +60,6 @@ class Run:
         self.sharding.all_gather_params()
 
 
-def plain() -> dict[str, Tensor]:
-    """The same steps, whole matrices, float64; shares only Newton–Schulz with what it is compared to."""
-    params = {name: p.detach().double() for name, p in Model(SHAPES, seed=1).named_parameters()}
-    for name, p in params.items():
-        momentum, second, tall = torch.zeros_like(p), 0.0, p.size(0) >= p.size(1)
-        for step in range(STEPS):
-            if step == BAD:
-                continue
-            g = gradient(name, p.shape, step).double()
-            momentum = MOMENTUM * momentum + (1 - MOMENTUM) * g
-            looked_ahead = MOMENTUM * momentum + (1 - MOMENTUM) * g
-            length = looked_ahead.norm(dim=1, keepdim=True)
-            update = orthogonalize(torch.where(length > 0, looked_ahead / length, 0.0))
-            size = update.norm()
-            second = 0.9 * second + 0.1 * update.square().mean(1 if tall else 0)
-            root = second.sqrt()[:, None] if tall else second.sqrt()[None]
-            update = torch.where(root > 0, update / root, 0.0)
-            update = update * size / update.norm()
-            rate = LR * max(1, p.size(0) / p.size(1)) ** 0.5
-            p -= rate * update + rate * DECAY * p * (update * p > 0)
-    return params
-
-
 def every_case(rank: int, world_size: int) -> dict:
     """{(stage, shard size): parameters at the end}, with a bad step; and saved in the middle."""
     results = {}
@@ -110,22 +87,14 @@ def go_on(rank: int, world_size: int, tags: list[str]) -> dict:
     return results
 
 
-def test_it_equals_whole_matrices_in_float64_and_goes_on_elsewhere():
-    """One, two and three ranks, every stage, replicas: the same bits. Saved on each, loaded on the others: the same."""
-    of_ranks = {n: run_on_ranks(n, every_case) for n in (1, 2, 3)}
-    alone = of_ranks[1][0][0, -1]
-    expected = plain()
-    for name, tensor in alone.items():
-        # float32 against float64: Newton-Schulz multiplies rounding, most where singular values are small
-        torch.testing.assert_close(tensor.double(), expected[name], atol=5e-6, rtol=0, msg=name)
-    for n, ranks in of_ranks.items():
+def test_a_run_has_the_same_bits_anywhere_and_goes_on_elsewhere():
+    """One, two and three ranks, every stage, replicas; saved on two and three ranks, loaded on three and one."""
+    runs = [(n, run_on_ranks(n, every_case)) for n in (1, 2, 3)]
+    alone = runs[0][1][0][0, -1]
+    runs += [(n, run_on_ranks(n, go_on, [tag(saved_on, *case) for case in CASES])) for saved_on, n in ((2, 3), (3, 1))]
+    for n, ranks in runs:
         for whole in ranks:
-            for (stage, shard_size), params in whole.items():
-                same = all(torch.equal(t, alone[name]) for name, t in params.items())
-                assert same, f"{n} ranks, stage {stage}, shard_size {shard_size}"
-    for saved_on, n in ((2, 3), (3, 1)):
-        for whole in run_on_ranks(n, go_on, [tag(saved_on, *case) for case in CASES]):
-            for key, params in whole.items():
+            for key, params in whole.items():  # a zero row that became NaN would equal nothing
                 assert all(torch.equal(t, alone[name]) for name, t in params.items()), f"{key} on {n} ranks"
 
 

@@ -1,26 +1,24 @@
 """A pipeline against the same run without one: losses, checkpoints, bad steps; and its cut of the layers."""
-import contextlib
-import io
 import itertools
 
 import pytest
 import torch
 from conftest import ALL_PIECES, make_sums
-from ranks import run_as_main, run_on_ranks
+from ranks import run_on_ranks
 from safetensors.torch import load_file
+from test_many_ranks import arguments, folder, script
 
 from nanochat.model import gpt_config
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.pipeline import Pipeline, stage_layers
+from nanochat.optim.zero import Buckets
 from nanochat.runtime.errors import UserError
 from nanochat.training.records import read_metrics
 
 STEPS = 8
-SETTINGS = {"data": "sums", "depth": 4, "max_seq_len": 16, "device_batch_size": 1, "total_batch_size": 128,
-            "num_iterations": STEPS, "compile": False, "eval_tokens": 256, "sample_every": -1, "eval_every": 4,
-            "dtype": "float32", "device_type": "cpu", "zero_stage": 1, "matrix_lr": 0.01, "weight_decay": 0.1,
-            "grad_clip": 1.0}
+SETTINGS = {"depth": 4, "max_seq_len": 16, "device_batch_size": 1, "total_batch_size": 128, "num_iterations": STEPS,
+            "eval_tokens": 256, "eval_every": 4, "device_type": "cpu", "zero_stage": 1, "matrix_lr": 0.01}
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +37,13 @@ def in_base(base, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
 
 
-def script(rank: int, world_size: int, args: list[str], bad_rank: int) -> str:
+def small_script(rank: int, world_size: int, args: list[str], bad_rank: int) -> str:
     """
-    Run scripts.base_train here, of a model of width 64: at 256 Muon's products are most of the time. Returns what it
-    printed. On bad_rank the third step has a gradient of infinity.
+    `script` with a model of width 64: at 256 Muon's products are most of the time. On bad_rank the third step has a
+    gradient of infinity.
     """
     gpt_config.LAYER_WIDTH, gpt_config.HEAD_DIM = 16, 32
     if rank == bad_rank:
-        from nanochat.optim.zero import Buckets
-
         collect, steps = Buckets.collect_gradients, itertools.count()
 
         def spoilt(self):
@@ -56,29 +52,25 @@ def script(rank: int, world_size: int, args: list[str], bad_rank: int) -> str:
                 self.shards[0].grad[0] = float("inf")
 
         Buckets.collect_gradients = spoilt
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        run_as_main("scripts.base_train", args)
-    return printed.getvalue()
+    return script(rank, world_size, args)
 
 
 def train(world_size: int, tag: str, bad_rank: int = -1, **settings) -> str:
-    args = [f"--{key}={value}" for key, value in (SETTINGS | settings | {"model_tag": tag}).items()]
-    return run_on_ranks(world_size, script, args, bad_rank)[0]
+    return run_on_ranks(world_size, small_script, arguments(tag, SETTINGS | settings), bad_rank)[0]
 
 
 def numbers(base, tag: str) -> list[tuple[float, ...]]:
     """Loss and gradient norm of each step, then the validations."""
-    records = read_metrics(base / "base_checkpoints" / tag / "metrics.jsonl")
+    records = read_metrics(folder(base, tag) / "metrics.jsonl")
     return [tuple(record[key] for key in ("train/loss", "train/grad_norm")) for record in records
             if "train/loss" in record] + [(record["val/bpb"],) for record in records if "val/bpb" in record]
 
 
 def tensors(base, tag: str) -> dict[str, torch.Tensor]:
     """Of a checkpoint: the weights, and by name what optimizers keep, put together from the ranks' files."""
-    folder = base / "base_checkpoints" / tag / f"step_{STEPS:06d}"
-    found = load_file(folder / "model.safetensors")
-    for path in sorted(folder.glob("optimizer_rank_*.safetensors")):
+    checkpoint = folder(base, tag) / f"step_{STEPS:06d}"
+    found = load_file(checkpoint / "model.safetensors")
+    for path in sorted(checkpoint.glob("optimizer_rank_*.safetensors")):
         for name, part in load_file(path).items():
             if name in found and name != "adamw.steps":  # which is whole in each file
                 part = torch.cat([found[name], part])

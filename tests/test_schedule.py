@@ -21,14 +21,14 @@ def test_learning_rate_rises_stays_falls_and_never_leaves_its_bounds():
     assert lrm[80] == pytest.approx(0.05 + 0.95 / 2) and lrm[99] == pytest.approx(0.05 + 0.95 / 40)
     assert all(a <= b for a, b in zip(lrm[:60], lrm[1:61])) and all(a >= b for a, b in zip(lrm[60:], lrm[61:]))
     assert lrm[100:] == [0.05] * 30, "past the end it stays, it does not turn negative"
+    assert [lr_multiplier(step, 40, 0.4, 40) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1], "a short run's warmup"
 
 
 def test_momentum_and_weight_decay():
     assert [momentum_at(step) for step in (0, 150, 10**6)] == pytest.approx([0.85, 0.9, 0.95])
-    lefts = [warmdown_left(step, 1000, 0.4) for step in (0, 600, 800, 1000, 1100)]
-    assert lefts == pytest.approx([1, 1, 0.5, 0, 0])
-    steps = zip((0, 600, 800, 1000, 1100), lefts)
-    assert [momentum_at(*at, 0.97, 0.9) for at in steps] == pytest.approx([0.85, 0.97, 0.935, 0.9, 0.9])
+    for step, left, momentum in ((0, 1, 0.85), (600, 1, 0.97), (800, 0.5, 0.935), (1100, 0, 0.9)):
+        assert warmdown_left(step, 1000, 0.4) == pytest.approx(left)
+        assert momentum_at(step, left, 0.97, 0.9) == pytest.approx(momentum)
     assert momentum_at(100, 1.0, 0.97, 0.9, 400) == pytest.approx(0.88)
     assert momentum_at(30, 0.5, 0.97, 0.9) == pytest.approx(0.862), "a short run falls only below where it has risen to"
     group = {"initial_lr": 2.0, "initial_weight_decay": 0.2, "momentum": 0.0}
@@ -48,10 +48,6 @@ def test_settings_of_minus_one_follow_the_length_of_the_run_and_stay_when_it_is_
     chosen = choose_recipe(unset | {"warmup_steps": 0}, 5000)
     assert chosen == (*long[:6], 0, *long[7:]), "0 is a setting"
     assert choose_recipe(unset | {"warmdown_ratio": 0.4}, 400, chosen._asdict()) == (*chosen[:7], 0.4, chosen[8])
-
-
-def test_a_warmup_in_steps_is_at_most_a_tenth_of_a_short_run():
-    assert [lr_multiplier(step, 40, 0.4, 40) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1]
 
 
 def test_rates_follow_the_batch_and_decay_keeps_what_it_leaves_of_early_weights():
