@@ -7,9 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-QUERY_BLOCK = 256            # rows of the score matrix per block on a CPU: enough for the full rate of a product
-WINDOW_BLOCK = 128           # the same where a window leaves out most keys
-BLOCKWISE_MAX_LENGTH = 2048  # above it the kept probabilities (B · H · T · T / 2) outweigh the saving
+# Queries per block on a CPU: enough rows for the full rate of a matrix product, and few enough that half of the
+# scores are never computed.
+QUERY_BLOCK = 256
+# The same where a window leaves out most keys: larger blocks would compute scores that the window hides.
+WINDOW_BLOCK = 128
+# In longer rows the probabilities that the backward pass keeps (B · H · T · T / 2) outweigh the time saved.
+BLOCKWISE_MAX_LENGTH = 2048
 
 
 def attention(
@@ -47,7 +51,8 @@ def attention(
         v = v.repeat_interleave(group, dim=1)
         mask = visible(0, length, 0, window, q.device, begins)  # (T, T) or (B, T, T)
         if begins is not None:
-            mask = mask[:, None]  # the same for every head
+            # The same for every head.
+            mask = mask[:, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -69,7 +74,8 @@ def window_blocks(length: int, window: int, device: torch.device):
     """
     if device.type != "cuda" or window >= length:
         return None
-    from torch.nn.attention.flex_attention import create_block_mask  # imports the compiler
+    # Here, because it imports the compiler.
+    from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(
         batch: Tensor,
@@ -79,7 +85,8 @@ def window_blocks(length: int, window: int, device: torch.device):
     ) -> Tensor:
         return (key <= query) & (key > query - window)
 
-    with torch.inference_mode(False):  # the same list serves training, which takes no tensors of inference mode
+    # The same list serves training, which takes no tensors of inference mode.
+    with torch.inference_mode(False):
         return create_block_mask(seen, None, None, length, length, device=device)
 
 

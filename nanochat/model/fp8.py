@@ -10,7 +10,8 @@ from torch import Tensor
 from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
 
-MULTIPLE = 16  # of both sizes of every operand
+# cuBLAS takes operands whose two sizes are multiples of this.
+MULTIPLE = 16
 
 
 def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
@@ -67,7 +68,8 @@ def product(
     fast: bool = False,
 ) -> Tensor:
     """a (N, K) times b (M, K) transposed, both scaled. fast: a GPU adds with fewer bits, enough for a forward pass."""
-    if a.device.type == "cpu":  # torch's own kernel takes seconds on some processors
+    # Torch's own kernel takes seconds on some CPUs.
+    if a.device.type == "cpu":
         return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)
     # The kernel wants rows of a and rows of b, each contiguous.
     return torch._scaled_mm(

@@ -64,7 +64,8 @@ class GPT(nn.Module):
             "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
         })
         self.lm_head = Head(config)
-        self.activation_checkpointing = False  # recompute each block in the backward pass
+        # True: recompute each block in the backward pass.
+        self.activation_checkpointing = False
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -78,8 +79,10 @@ class GPT(nn.Module):
         depend on the model's other parameters, on ranks or sharding.
         """
         config = self.config
-        bound = math.sqrt(3 / config.n_embd)  # uniform with standard deviation 1/√width
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
+        # A uniform distribution with standard deviation 1/√width.
+        bound = math.sqrt(3 / config.n_embd)
+        # 32 bits, because a CPU's generator reads no more of its seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weights = torch.empty(self.get_parameter(name).shape)
         match name.removesuffix(".weight").split(".")[-1]:
             case "wte":
@@ -144,7 +147,8 @@ class GPT(nn.Module):
             self.lm_head = nn.Identity()
         for layer in range(self.config.n_layer):
             if layer not in layers:
-                self.transformer.h[layer] = nn.Identity()  # so that the others keep their names
+                # Not deleted, so that the other blocks keep their names.
+                self.transformer.h[layer] = nn.Identity()
 
     def own_blocks(self) -> list[Block]:
         """The blocks that `keep_layers` has left; all, if it was not called."""
@@ -203,7 +207,8 @@ class GPT(nn.Module):
         windows = sum(map(self.config.window, range(self.config.n_layer)))
         return 6 * self.count_parameters("matrix", "head") + 12 * self.config.n_embd * windows
 
-    @torch.no_grad()  # not inference_mode: on stage 3 training goes on with the memory that units are gathered into
+    # Not inference_mode: on stage 3 training goes on with the memory that units are gathered into.
+    @torch.no_grad()
     def generate(self, tokens: list[int], max_tokens: int):
         """
         Yields up to max_tokens further tokens, each the most likely one after a full pass over all before it: slow and
@@ -214,7 +219,8 @@ class GPT(nn.Module):
             logits = self(ids[:, -self.config.sequence_len :])[:, -1]  # (1, vocab_size)
             next_id = logits.argmax(-1, keepdim=True)
             ids = torch.cat((ids, next_id), dim=1)
-            yield next_id.item()  # the caller wants the token now: a sync per token is the point
+            # The caller wants the token now, so a sync per token is the point.
+            yield next_id.item()
 
 
 def model_without_memory(config: GPTConfig) -> GPT:

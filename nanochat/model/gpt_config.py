@@ -9,17 +9,22 @@ from dataclasses import MISSING, dataclass, fields
 from nanochat.runtime.errors import UserError
 
 LOGIT_SOFTCAP = 15.0
-MAX_SOFTCAP = 64     # exp(softcap), summed over any vocabulary, stays far below float32's largest number
-VOCAB_MULTIPLE = 64  # columns of the logits are padded to it: whole tiles in the largest matrix product
-LAYER_WIDTH = 64     # of the one-number family: width per layer
+# exp(softcap), summed over any vocabulary, must stay far below float32's largest number.
+MAX_SOFTCAP = 64
+# The vocabulary is padded to a multiple, so that the largest matrix product has whole tiles.
+VOCAB_MULTIPLE = 64
+# A model of the one-number family is this wide for each of its layers, as nanochat's.
+LAYER_WIDTH = 64
 HEAD_DIM = 128
-SHORT_ROW = 512     # tokens: in rows up to it documents are apart
+# In rows up to this length no token sees an earlier document; in longer ones that would cost time.
+SHORT_ROW = 512
 ARCHITECTURES = {    # named sets of pieces
     "classic": {},
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, key_offset=True, embedding_std=0.8,
                    fc_scale=0.4),
 }
-LARGE_DEPTH = 12     # modern models of this depth or more have LARGE
+# The depth from which on modern models also have LARGE: what won at depths of 12 to 24, not on a CPU.
+LARGE_DEPTH = 12
 LARGE = dict(key_offset=False, stream_scales=True, subtract_middle=True, narrow_gates=True, qk_scale=1.2,
              rope_theta=100_000.0)
 

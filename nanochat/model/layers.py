@@ -11,7 +11,8 @@ from nanochat.model.attention import attention, offset_keys, window_blocks
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.compiling import of_any_length, switch
 
-NORM_EPS = 1.1920929e-07  # float32 machine epsilon, in every dtype
+# float32's machine epsilon, also for bfloat16: its own would change the result.
+NORM_EPS = 1.1920929e-07
 
 
 class Positions(NamedTuple):
@@ -66,7 +67,8 @@ class RotatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, factor: float) -> Tensor:
         wide = x.float()
-        scale = factor * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)  # a rotation does not change it
+        # The norm is taken before the rotation, which does not change it.
+        scale = factor * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
         y = (rotate(wide, cos, sin) * scale).type_as(x)
         ctx.save_for_backward(y, scale, cos, sin)
         ctx.factor = factor
@@ -75,8 +77,10 @@ class RotatedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         y, scale, cos, sin = ctx.saved_tensors
-        wide = y.float()  # so that all is computed in float32
-        along = (grad * wide).mean(-1, keepdim=True) / ctx.factor**2  # y has the factor, twice
+        # All of this pass is computed in float32.
+        wide = y.float()
+        # y = factor · norm: the factor is in `wide` here and once more below.
+        along = (grad * wide).mean(-1, keepdim=True) / ctx.factor**2
         return rotate(scale * (grad - wide * along), cos, -sin).type_as(y), None, None, None
 
 
@@ -143,7 +147,8 @@ class Embedding(Table):
         if self.smear is None:
             return x
         if previous is None:
-            x_previous = F.pad(x[..., :-1, :], (0, 0, 1, 0))  # shifted by one position
+            # The rows moved by one position.
+            x_previous = F.pad(x[..., :-1, :], (0, 0, 1, 0))
         else:
             x_previous = norm(super().forward(previous.clamp(min=0))) * (previous >= 0)[..., None]
         if self.document_token >= 0:
@@ -168,7 +173,8 @@ class CausalSelfAttention(nn.Module):
         self.value_gate = None
         if config.value_embeddings and (config.n_layer - 1 - layer) % 2 == 0:
             self.value_gate = Gate(config, config.n_kv_head, inputs=12, limit=3)
-        self.linear: Callable = F.linear  # or a product in 8 bits, see fp8.py
+        # fp8.py replaces it by a product in 8 bits.
+        self.linear: Callable = F.linear
 
     def forward(
         self,
@@ -213,7 +219,8 @@ class CausalSelfAttention(nn.Module):
             q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=-2)
             q = RotatedNorm.apply(q, cos, sin, self.qk_scale)
             k = RotatedNorm.apply(k, cos, sin, self.qk_scale)
-        else:  # fewer operations: in decoding their number is the time
+        else:
+            # Fewer operations: decoding takes as long as their number says.
             qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
             qk = norm(rotate(qk, cos, sin))
             if self.qk_scale != 1:
@@ -276,7 +283,8 @@ class Block(nn.Module):
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
         # Eager attention has no use for a list of blocks.
         blocks = window_blocks(x.size(1), self.attn.window, x.device) if switch.on else None
-        if first is x:  # block 0's: compiled code would take one tensor given twice for another kind of block
+        # In block 0. Compiled code would take one tensor given twice for another kind of block.
+        if first is x:
             streams = streams._replace(first=x.view_as(x))
         return self.body(streams, positions, values, blocks)
 
@@ -301,7 +309,8 @@ class Block(nn.Module):
         """The residual stream that the block reads. nanochat, 2026; modded-nanogpt, 2024."""
         if self.residual_scale is None:
             return x
-        added = self.first_scale * first  # first: then block 0 sums its input's gradients as under fully_shard
+        # Computed first: then block 0 sums its input's gradients in the order that it has under fully_shard.
+        added = self.first_scale * first
         return self.residual_scale * x + added
 
     def after_attention(self, x: Tensor, y: Tensor) -> Tensor:

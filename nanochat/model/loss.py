@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nanochat.runtime.compiling import compiled, of_any_length
 
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}  # logits that exist at once; 8 MiB of bf16 fit a CPU's cache
+# Logits that exist at once. 2^22 are 8 MiB of bfloat16, which fit a CPU's cache.
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
 
 
 def softcapped_cross_entropy(
@@ -37,7 +38,8 @@ def softcapped_cross_entropy(
         weights = valid
     else:
         weights = valid * weights
-    if x.device.type == "cpu":  # on a GPU the host would have to wait until it knows how many there are
+    # Rows without weight need no logits. On a GPU the host would have to wait until it knows their number.
+    if x.device.type == "cpu":
         counted = weights.nonzero()[:, 0]
         if len(counted) < len(x):  # rows without weight need no logits
             x = x.index_select(0, counted)
@@ -76,7 +78,8 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         real = real_columns(head, vocab_size)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x)
-        grad_head = torch.zeros_like(head, dtype=torch.float32)  # sums over chunks are float32
+        # The sum over chunks is taken in float32.
+        grad_head = torch.zeros_like(head, dtype=torch.float32)
         start = 0
         for rows, row_targets, row_weights in chunks(head.size(0), x, targets.clamp(min=0), weights):
             losses, total, grad = losses_and_gradient(rows @ head.T, row_targets, real, softcap)
@@ -139,7 +142,8 @@ def losses_and_gradient(
     total, shift, grad = of_any_length(compiled(exponentials_and_gradient))(logits, real, softcap)
     # The targets' own entries in float32: where p is near one, p − 1 would drown in the rounding of a stored p.
     logit, tanh = capped(logits.gather(1, targets[:, None])[:, 0], softcap)  # (N,)
-    losses = total.log() - (logit - shift) - real[targets].log()  # the last is 0, or −inf for a target in the padding
+    # The last term is 0, or −inf for a target in the padding.
+    losses = total.log() - (logit - shift) - real[targets].log()
     target_grad = ((logit - shift).exp() - total) * (1 - tanh * tanh)
     # Not scatter_, which on a CPU makes a float32 copy of the logits.
     grad[torch.arange(len(grad), device=grad.device), targets] = target_grad.to(grad.dtype)
@@ -155,7 +159,8 @@ def exponentials_and_gradient(
     Σ exp(capped logit − shift) over the real columns, (N,) float32; the shift, (N,) or 0; and exp(capped logit − shift)
     · (1 − tanh²), (N, V) in the logits' dtype.
     """
-    exp, tanh = capped(logits, softcap)  # one name for all steps, so that one tensor of the logits' size is alive
+    # One name for all steps, so that only one tensor of the logits' size is alive.
+    exp, tanh = capped(logits, softcap)
     if softcap:  # nothing is subtracted: capped logits are at most `softcap`, and exp(softcap) is far from overflow
         shift = 0.0
         exp = exp.exp() * real
@@ -171,7 +176,8 @@ def capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | floa
     logits = logits.float()
     if not softcap:
         return logits, 0.0
-    tanh = 1 - 2 / ((logits * (2 / softcap)).exp() + 1)  # half the time of torch.tanh, with an absolute error of 1e-7
+    # Half the time of torch.tanh, with an absolute error of 1e-7.
+    tanh = 1 - 2 / ((logits * (2 / softcap)).exp() + 1)
     return softcap * tanh, tanh
 
 

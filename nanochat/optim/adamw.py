@@ -7,7 +7,8 @@ from torch import Tensor
 from nanochat.runtime.compiling import in_one_pass
 from nanochat.runtime.step_stats import StepStats
 
-DEFAULTS = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}  # of a group
+# What a group has that does not say otherwise. The betas are nanochat's.
+DEFAULTS = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 
 
 def adamw_update(
@@ -55,8 +56,10 @@ class DistAdamW:
             "exp_avg": {s.name: torch.zeros_like(s.master) for s in shards},
             "exp_avg_sq": {s.name: torch.zeros_like(s.master) for s in shards},
         }
-        self.owned: dict[str, dict[str, Tensor]] = {}  # empty: all state is in the shards; NorMuon has whole rows here
-        self.counters = {"steps": torch.zeros((), dtype=torch.float32, device=device)}  # applied; exact up to 2^24
+        # AdamW's state is all in the shards. NorMuon keeps whole rows here.
+        self.owned: dict[str, dict[str, Tensor]] = {}
+        # Steps that were applied; float32 counts exactly up to 2^24.
+        self.counters = {"steps": torch.zeros((), dtype=torch.float32, device=device)}
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:

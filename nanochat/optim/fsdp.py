@@ -20,7 +20,8 @@ class FullyShard(Sharding):
     """Parameters and gradients are PyTorch's DTensors. The float32 rows of this rank are the masters."""
 
     def __init__(self, model: nn.Module, device: torch.device, *layout):
-        if not dist.is_initialized():  # fully_shard needs a process group, even for one rank
+        # fully_shard needs a process group, even for one rank.
+        if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         super().__init__(model, device, *layout)
@@ -36,7 +37,8 @@ class FullyShard(Sharding):
             unit.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([unit])
         for unit in (*self.units, self.model):
-            unit.set_gradient_divide_factor(1.0)  # sums here, too: reduce_and_clip divides
+            # Sums, as on the other stages: reduce_and_clip divides.
+            unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             if self.device.type == "cpu" and self.shard_count > 1:
                 unit.set_custom_reduce_scatter(GlooReduceScatter())
@@ -52,13 +54,15 @@ class FullyShard(Sharding):
 
     def add_unit(self, unit: nn.Module, params: dict[str, Parameter]) -> None:
         for p in params.values():
-            p.data = p.data.float()  # before its rows become the masters
+            # The rows that fully_shard keeps are the masters.
+            p.data = p.data.float()
         self.shard_rows(unit)
         self.units.append(unit)
 
     def shard_rows(self, module: nn.Module) -> None:
         """Computes in the compute dtype; gathered parameters are freed between forward and backward pass."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
+        # Here, because the import takes a second.
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
         mesh = self.mesh["replica", "shard"] if self.replicas > 1 else self.mesh["shard"]

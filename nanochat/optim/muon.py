@@ -27,8 +27,10 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-SECOND_MOMENT_BETA = 0.9  # nanochat's; NorMuon's paper has 0.95
-SMALLEST = 1e-20          # lengths and their squares count as at least this, so that nothing is divided by zero
+# nanochat's value; the paper of NorMuon has 0.95.
+SECOND_MOMENT_BETA = 0.9
+# Lengths and their squares count as at least this, so that nothing is divided by zero.
+SMALLEST = 1e-20
 
 
 def orthogonalize(G: Tensor) -> Tensor:
@@ -63,7 +65,8 @@ def even_out(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
     """
     # Orthogonalized, the rows of a wide matrix have one length already, and so have the columns of a tall one.
     dim = -1 if update.size(-2) >= update.size(-1) else -2
-    squares = update.square().sum(dim, dtype=torch.float32)  # on a CPU vector_norm takes eight times as long by columns
+    # On a CPU vector_norm would take eight times as long by columns.
+    squares = update.square().sum(dim, dtype=torch.float32)
     average = second_moment.lerp_(squares, (1 - SECOND_MOMENT_BETA) * ok)
     factors = average.clamp(min=SMALLEST).rsqrt()
     old_norm = squares.sum(-1, keepdim=True)                     # squared
@@ -222,7 +225,8 @@ class DistMuon:
         for shape in sorted(ranges_of_shape, key=work_of, reverse=True):
             ranges = ranges_of_shape[shape]
             owners: dict[str, int] = {}
-            for name in ranges:  # largest matrix first, each to the least loaded rank
+            # The largest matrix first, each to the least loaded rank.
+            for name in ranges:
                 owners[name] = loads.index(min(loads))
                 loads[owners[name]] += work_of(shape)
             exchange = MatrixExchange(shape, ranges, owners, sharding)
@@ -251,7 +255,8 @@ class DistMuon:
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
             lr = group["lr"] * shape_scale(*shape)
-            decay = min(lr * group["weight_decay"], 1.0)  # chosen for a tiny horizon it could turn weights around
+            # A decay that was chosen for a tiny horizon could turn weights around.
+            decay = min(lr * group["weight_decay"], 1.0)
             for s in shards[shape]:
                 muon_update(s.master, updates[s.name], lr * stats.ok, decay * stats.ok if decay else None)
 

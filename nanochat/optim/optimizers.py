@@ -6,8 +6,10 @@ from nanochat.optim.adamw import DistAdamW
 from nanochat.optim.muon import DistMuon
 from nanochat.optim.sharding import Sharding
 
-TABLE_LR = 0.5    # of value tables, relative to the embedding's
-SCALAR_LR = 0.02  # of gates and of the smear's scale: they are of the order of one
+# The rate of value tables, relative to the embedding's.
+TABLE_LR = 0.5
+# The rate of gates and of the smear's scale, whose weights are of the order of one.
+SCALAR_LR = 0.02
 # AdamW in large models, as nanochat has it, but for eps: as all blocks begin as the identity, and norms undo what a
 # stream is scaled by, the scales' first gradients are rounding errors, which an eps of 1e-10 would make whole steps.
 LARGE: dict[str, dict[str, Any]] = {

@@ -32,7 +32,7 @@ class Shard:
     """
 
     name: str
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # the whole parameter's
     start: int
     end: int
     master: Tensor
@@ -47,7 +47,7 @@ def equal_ranges(shapes: dict[str, tuple[int, ...]], ranks: int) -> tuple[int, d
     """
     part_size = ceil(sum(map(prod, shapes.values())) / ranks)
     ranges: dict[str, list[ShardRange]] = {}
-    offset = 0  # of the parameter among all of them
+    offset = 0  # where the parameter begins
     for name, shape in shapes.items():
         ranges[name] = cut(prod(shape), part_size, ranks, offset)
         offset += prod(shape)

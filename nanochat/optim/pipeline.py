@@ -35,7 +35,7 @@ def stage_layers(config: GPTConfig, pipeline_stages: int) -> list[range]:
     if pipeline_stages == 1:
         return [range(layers)]
 
-    # A sixth of a token's FLOPs: of an average block, and of the head.
+    # FLOPs of a token in an average block and in the head, divided by six.
     windows = sum(map(config.window, range(layers))) / layers
     kv_width = config.n_kv_head * config.head_dim
     block = config.n_embd * (10 * config.n_embd + 2 * kv_width + 2 * windows)
@@ -88,7 +88,7 @@ class Pipeline:
         self.config = config
         self.pipeline_stages = pipeline_stages
         self.layers_of_stages = stage_layers(config, pipeline_stages)
-        # dp_ranks: pipelines that work side by side, on different rows
+        # dp_ranks counts the pipelines that work side by side, on different rows.
         self.pipeline_stage, self.dp_rank, self.dp_ranks = place_in_pipeline(rank, world_size, pipeline_stages)
         self.layers = self.layers_of_stages[self.pipeline_stage]
         self.is_last = self.pipeline_stage == pipeline_stages - 1
@@ -132,7 +132,8 @@ class Pipeline:
         """Make the schedule of an optimizer step: micro_batches of `rows` rows each."""
         if self.pipeline_stages == 1:
             return
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes seconds to import
+        # Here, because the import takes seconds.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         # Examples, without memory, of the tensors that the stage receives and sends: tokens, streams.
         shape = (rows, self.config.sequence_len)
@@ -183,9 +184,11 @@ class Pipeline:
         T). Returns the mean loss over them on the last stage, zero on the others.
         """
         losses: list[Tensor] = []
-        first_input = (inputs,) if self.pipeline_stage == 0 else ()  # the other stages receive theirs
+        # The other stages receive theirs.
+        first_input = (inputs,) if self.pipeline_stage == 0 else ()
         self.schedule.step(*first_input, tokens=inputs, target=targets, losses=losses, return_outputs=False)
-        return sum(losses, torch.zeros((), device=inputs.device))  # in the order in which one rank adds them
+        # In the order in which one rank without a pipeline adds them.
+        return sum(losses, torch.zeros((), device=inputs.device))
 
 
 class StageLayers(nn.Module):

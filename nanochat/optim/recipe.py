@@ -22,7 +22,7 @@ LARGEST_BATCH = 2**20
 
 
 class Recipe(NamedTuple):
-    """Settings of pretraining that depend on its steps and layers; of a short run, if nothing else is said."""
+    """Settings of pretraining that depend on its steps and layers. These are a short run's."""
 
     embedding_lr: float = 0.2
     unembedding_lr: float = 0.004
@@ -46,8 +46,8 @@ LONG_RUN = Recipe(
 
 def choose_recipe(settings: dict, num_iterations: int, before: dict | None = None) -> Recipe:
     """
-    The settings that are not -1; instead of those that are, the settings of the run that goes on (`before`), or what is
-    for this number of steps and layers.
+    The settings that are not -1. Each of the others is that of the run that goes on (`before`), or is chosen for this
+    number of steps and layers.
     """
     recipe = Recipe()
     if num_iterations >= LONG and settings["depth"] >= LARGE_DEPTH:
@@ -63,8 +63,8 @@ class Chosen(NamedTuple):
     total_batch_size: int   # tokens of an optimizer step, over all ranks
     num_iterations: int     # optimizer steps
     recipe: Recipe
-    rate_factor: float      # of all learning rates
-    decay_factor: float     # of Muon's weight decay
+    rate_factor: float      # multiplies all learning rates
+    decay_factor: float     # multiplies Muon's weight decay
 
     def apply(self, optimizers, step: int) -> float:
         """Set learning rates, momentum and weight decay of a step. Returns the multiplier of the learning rates."""
@@ -80,7 +80,7 @@ def choose(
     settings: dict, matmul_parameters: int, flops_per_token: int, tokens_at_once: int, meta: dict | None
 ) -> Chosen:
     """
-    The decisions of a run with these settings of scripts/base_train.py, and prints those that are not settings.
+    Decide for a run with these settings of scripts/base_train.py, and print what the settings do not say.
 
     tokens_at_once: of a micro-step of all ranks; a batch that is chosen is a multiple of it.
     meta: of the checkpoint that the run goes on from. What it decided stays, unless a setting says otherwise.
@@ -94,14 +94,14 @@ def choose(
     if settings["num_iterations"] < 1 and horizon <= 0:
         raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
 
-    # 2. Batch: by the rule above. One that is given stays.
+    # 2. Batch: by the rule above, unless it is given.
     by_rule = choose_batch_size(settings["num_iterations"], horizon, tokens_at_once)
     is_chosen = settings["total_batch_size"] == -1
     total_batch_size = settings["total_batch_size"]
     if is_chosen:
         total_batch_size = meta["total_batch_size"] if meta else by_rule
 
-    # 3. Steps: horizon and batch give their number, their number the recipe.
+    # 3. Steps: horizon and batch give their number, and the number gives the recipe.
     num_iterations = choose_num_iterations(settings["num_iterations"], horizon, total_batch_size)
     recipe = choose_recipe(settings, num_iterations, meta and meta["config"])
     print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asdict().items()))
@@ -146,7 +146,8 @@ def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> in
     the rule above, at most LARGEST_BATCH, but at least one micro-batch on every rank (rows_unit tokens) and a multiple
     of it.
     """
-    if num_iterations > 0:  # tokens = steps · batch: solve batch = ref · (steps · batch / ref_tokens)^e for batch
+    # Tokens are steps · batch: solve batch = reference · (steps · batch / reference tokens)^e for batch.
+    if num_iterations > 0:
         batch = (REFERENCE_BATCH * (num_iterations / REFERENCE_TOKENS) ** BATCH_EXPONENT) ** (1 / (1 - BATCH_EXPONENT))
     else:
         batch = REFERENCE_BATCH * (horizon / REFERENCE_TOKENS) ** BATCH_EXPONENT

@@ -3,7 +3,8 @@ import math
 
 from nanochat.runtime.errors import UserError
 
-LONGEST_WARMUP = 0.1  # part of the run: a short one is not all warmup
+# The largest share of a run that may be warmup: a short run is not all warmup.
+LONGEST_WARMUP = 0.1
 
 
 def warmdown_left(step: int, num_iterations: int, warmdown_ratio: float) -> float:

@@ -82,7 +82,8 @@ class Sharding(ABC):
 
     def add_units(self, units: list[nn.Module], weights: Callable[[str], Tensor] | None) -> None:
         """Shard one unit after the other; see `shard_model`. COLLECTIVE."""
-        compared = self.world_size > 1 and dist.get_backend() != "fake"  # a dry run has no other ranks
+        # A dry run has no other ranks.
+        compared = self.world_size > 1 and dist.get_backend() != "fake"
         sums: dict[str, int] = {}
 
         def add(unit: nn.Module, names: list[str]) -> None:
@@ -161,7 +162,8 @@ class Sharding(ABC):
         squared = torch.zeros((), dtype=exact, device=self.device)
         for shard in self.shards:
             squared = squared + torch.linalg.vector_norm(shard.grad, dtype=norm_dtype).to(exact).square()
-        squared = squared / self.replicas  # each replica counts the same gradient
+        # Each replica counts the same gradient.
+        squared = squared / self.replicas
 
         # Filled on the device: copying a number there would wait for the whole backward pass.
         if isinstance(count, Tensor):
@@ -169,7 +171,8 @@ class Sharding(ABC):
         else:
             count = squared.new_full((), count)
         sums = torch.stack([loss.detach().to(exact), count, squared])
-        bad = (~sums.isfinite().all()).to(exact)  # NaN and Inf anywhere in the gradient make its norm so
+        # NaN and Inf anywhere in the gradient make its norm so.
+        bad = (~sums.isfinite().all()).to(exact)
         requests = torch.stack([bad, squared.new_full((), stop), squared.new_full((), save)])
         sums = torch.cat([sums, requests])  # (6,)
         if self.world_size > 1:
@@ -242,4 +245,5 @@ def sums_of_bits(params: dict[str, Parameter]) -> dict[str, int]:
 
 
 def averaged(grad: Tensor, divisor: Tensor, ok: Tensor) -> Tensor:
-    return torch.where(ok > 0, grad / divisor, 0.0)  # a product with zero would keep NaN
+    # Not a product with ok: zero times NaN is NaN.
+    return torch.where(ok > 0, grad / divisor, 0.0)

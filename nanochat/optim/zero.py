@@ -38,7 +38,8 @@ from nanochat.optim.partition import Shard, equal_ranges
 from nanochat.optim.sharding import Sharding
 from nanochat.runtime.collectives import all_gather_single, reduce_scatter
 
-MAX_IN_FLIGHT = 2  # units whose whole gradients are being sent at once
+# Units whose whole gradients are being sent at once. More would take memory.
+MAX_IN_FLIGHT = 2
 
 
 def shard_model(
@@ -96,7 +97,8 @@ class Bucket:
         self.sizes = [r.size for _, r in kept]
         self.shards: list[Shard] = []
         for (name, r), master in zip(kept, self.split(self.master)):
-            master.copy_(params[name].data.flatten()[r.start : r.end])  # before the weights are rounded to dtype
+            # The master is copied before the weights are rounded to dtype.
+            master.copy_(params[name].data.flatten()[r.start : r.end])
             self.shards.append(Shard(name, shapes[name], r.start, r.end, master))
 
         # Autograd sums micro-steps in float32, also where products are bfloat16. A gradient that is sent before the
@@ -105,7 +107,8 @@ class Bucket:
         offset = 0
         for p in params.values():
             view = self.flat[offset : offset + p.numel()].view(p.shape)
-            p.data = view.copy_(p.data)  # frees the memory that the weights came in
+            # This frees the memory that the weights came in.
+            p.data = view.copy_(p.data)
             p.grad_dtype = torch.float32 if is_summed_here else None
             offset += p.numel()
         self.padding = len(self.flat) - offset  # elements at the end
@@ -124,7 +127,8 @@ class Bucket:
             parts.append(self.flat.new_zeros(p.numel()) if p.grad is None else p.grad.flatten())
             p.grad = None
         if len(parts) == 1 and self.padding == 0:
-            return parts[0].float()  # embedding and head: no copy of the largest gradients
+            # Embedding and head are one parameter each: no copy of the largest gradients.
+            return parts[0].float()
         parts.append(self.flat.new_zeros(self.padding))
         return torch.cat(parts, out=torch.empty_like(self.flat, dtype=torch.float32))
 
@@ -176,7 +180,8 @@ class Buckets(Sharding):
         if self.dp_ranks > 1 and sends_now:
             self.unsent.extend(reversed(self.buckets))
         yield
-        while self.unsent:  # buckets with a parameter that took no part in the loss
+        # What is left are buckets with a parameter that took no part in the loss.
+        while self.unsent:
             self.send(self.unsent.popleft())
         for bucket in self.buckets:
             bucket.computed = 0
@@ -218,7 +223,8 @@ class Buckets(Sharding):
     # --- Once per step
 
     def collect_gradients(self) -> None:
-        if self.dp_ranks == 1:  # nothing was sent: the parameters have the sums
+        # Nothing was sent: the parameters have the sums.
+        if self.dp_ranks == 1:
             return super().collect_gradients()
         for bucket in self.buckets:
             bucket.wait()
@@ -231,7 +237,8 @@ class Buckets(Sharding):
         super().all_gather_params()
         for bucket in self.buckets:
             if self.shard_count > 1:
-                own = bucket.master.to(self.dtype, copy=True)  # in float32 the master is a view of the output
+                # A copy, because in float32 the master is a view of the output.
+                own = bucket.master.to(self.dtype, copy=True)
                 work = all_gather_single(bucket.flat, own, self.groups["shard"], async_op=True)
                 bucket.pending.append((work, own))
             elif self.separate_masters:
