@@ -50,12 +50,11 @@ def hosts() -> str:
     for stage in (1, 2, 3):
         line = []
         for shards in (8, 4):
-            groups = {"shards": (shards, 1), "replicas": (8 // shards, shards)}
             within = between = 0.0
             for c in collectives(stage, shards, 8 // shards, 4, BF16, 1, 0, 0):
-                sent = cluster.sent(*groups[c.among], c)
-                within += c.times * sent[0]
-                between += c.times * sent[1]
+                sent = cluster.sent(c)
+                within += c.times * sent.within
+                between += c.times * sent.between
             line += [sum(state_bytes(stage, shards, BF16, 1, 0)), within, between]
         lines.append([stage, *(f"{n:.2f}" for n in line)])
     return markdown_table(["stage", "all 8 ranks: keeps", "sends within", "between", "shard_size=4: keeps",

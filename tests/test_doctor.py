@@ -19,7 +19,7 @@ import nanochat.model.loss
 import nanochat.plan.step_trial
 from nanochat.model.gpt_config import GPTConfig, architecture, config_from_depth
 from nanochat.plan import limits
-from nanochat.plan.memory import GIB, largest_rows, moments, needed_bytes
+from nanochat.plan.memory import GIB, RankMemory, largest_rows, needed_bytes
 from nanochat.plan.step_trial import rows_that_train, set_up_training, train_step, try_steps
 from nanochat.runtime.distributed import unknown_host
 from nanochat.runtime.errors import UserError
@@ -71,8 +71,8 @@ def test_the_formula_is_the_bytes_of_the_tensors(monkeypatch, config, rows, devi
     tokens = torch.randint(0, config.vocab_size, (rows, config.sequence_len + 1), device=device)
     with LiveBytes() as live:
         train_step(*training, tokens, micro_steps=2)
-    _, found = moments(config, rows, kind, place, compiled=False, checkpointing=checkpointing)
-    formula = max(found.values())
+    rank = RankMemory(config, rows, kind, place, compiled=False, checkpointing=checkpointing)
+    formula = max(rank.moments().values())
     least, most = 0.97 if checkpointing else 0.99, 1.01
     if (device, dtype) == ("meta", "bfloat16"):
         blocks, most = 1 if checkpointing else config.n_layer, 1.02

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.watch import sent_bytes
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.memory import moments, split_into_stages
+from nanochat.plan.memory import RankMemory, split_into_stages
 from nanochat.plan.step_trial import set_up_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only")  # of a fake process group
@@ -69,8 +69,9 @@ def test_memory_of_each_moment_is_that_of_the_formula(ranks, stage, micro_steps,
     """At the loss, at the update, at most."""
     config = config_from_depth(depth, 65536, length, arch="modern")
     count = dry_step(ranks, config, rows, stage, micro_steps)
-    kept, found = moments(
-        config, rows, torch.bfloat16, "cuda", False, zero_stage=stage, ranks=ranks, micro_steps=micro_steps)
+    rank = RankMemory(
+        config, rows, torch.bfloat16, "cuda", False, ranks, zero_stage=stage, micro_steps=micro_steps)
+    kept, found = rank.states(), rank.moments()
     limit = 0.01 if rows == 1 else 0.02
     assert kept + found["loss"] == pytest.approx(count.peaks["forward"], rel=limit)
     assert kept + found["update"] == pytest.approx(max(count.peaks[p] for p in ("reduce", "adamw", "muon")), rel=limit)
@@ -98,5 +99,5 @@ def test_memory_of_stage_3_is_that_of_the_formula(micro_steps):
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     measured = max(itertools.accumulate(event.nbytes() for event in events))
-    _, found = moments(config, 4, torch.bfloat16, "cpu", False, zero_stage=3, ranks=2, micro_steps=micro_steps)
-    assert max(found.values()) == pytest.approx(measured, rel=0.02)
+    rank = RankMemory(config, 4, torch.bfloat16, "cpu", False, ranks=2, zero_stage=3, micro_steps=micro_steps)
+    assert max(rank.moments().values()) == pytest.approx(measured, rel=0.02)

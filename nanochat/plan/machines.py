@@ -34,6 +34,14 @@ LINKS = {
 }
 
 
+class Sent(NamedTuple):
+    """What a rank sends in one collective, on average over the ranks."""
+
+    within: float       # bytes to ranks of its host
+    between: float      # bytes to other hosts
+    latency: float      # seconds
+
+
 class Cluster(NamedTuple):
     """Ranks on hosts of one size, host by host. Each rank has its own port of both links."""
 
@@ -46,30 +54,22 @@ class Cluster(NamedTuple):
         """Ranks on one host of a group of `size`, every stride-th rank."""
         return min(size, max(self.per_host // stride, 1))
 
-    def sent(self, size: int, stride: int, collective: Collective) -> tuple[float, float, float]:
-        """
-        Of a collective in a group of every stride-th rank: bytes that a rank sends within its host and to others, on
-        average, and the seconds of its messages' latencies. Rings go through the group host by host and leave each host
-        at one rank; an all-reduce is a tree between hosts; matrices go directly to their owners, all at once.
-        """
-        here = self.on_a_host(size, stride)
+    def sent(self, collective: Collective) -> Sent:
+        size = collective.ranks
+        here = self.on_a_host(size, collective.stride)
         hosts = size // here
-        if collective.kind == "all-to-all":
-            away = (size - here) / (size - 1)
-            near = min(here - 1, 1)
-            far = min(hosts - 1, 1)
-        else:
-            away = 1 / here
-            near = hosts * (here - 1)
-            far = hosts
-        if collective.kind == "all-reduce":
-            near = here - 1
-            far = math.ceil(math.log2(hosts))
+        # away: part of the bytes that leaves the host. near, far: messages one after the other, within and between.
+        if collective.kind == "all-to-all":  # matrices go directly to their owners, all at once
+            away, near, far = (size - here) / (size - 1), min(here - 1, 1), 1
+        elif collective.kind == "all-reduce":  # a ring in each host, a tree between hosts
+            away, near, far = 1 / here, here - 1, math.ceil(math.log2(hosts))
+        else:  # a ring goes through the group host by host, and leaves each host at one rank
+            away, near, far = 1 / here, hosts * (here - 1), hosts
         if hosts == 1:
             away = far = 0
-        sent = collective.bytes * (size - 1) / size
-        latency = near * self.within.latency + far * self.between.latency
-        return collective.passes * sent * (1 - away), collective.passes * sent * away, collective.passes * latency
+        size_sent = collective.passes * collective.bytes * (size - 1) / size
+        latency = collective.passes * (near * self.within.latency + far * self.between.latency)
+        return Sent(size_sent * (1 - away), size_sent * away, latency)
 
 
 class Layout(NamedTuple):
@@ -83,86 +83,86 @@ class Layout(NamedTuple):
     pipeline_stages: int = 1        # each on neighbouring ranks; with several, zero_stage is 0 or 1
 
 
+# ---- One pipeline stage (without a pipeline: the model)
+
+
+class StagePlan:
+    """
+    An optimizer step of a rank of one pipeline stage: seconds that it computes and that its passes wait, and the bytes
+    that it sends to its group. tokens: of a micro-batch of a rank. rate: FLOP/s that a rank achieves.
+    """
+
+    def __init__(self, stage: PipelineStage, config: GPTConfig, cluster: Cluster, layout: Layout, rate: float,
+                 dtype: torch.dtype, tokens: float):
+        self.cluster = cluster
+        self.layout = layout
+        self.units = stage.units
+        replicas = cluster.ranks // layout.pipeline_stages // layout.shards
+        head = config.padded_vocab_size * config.n_embd
+        all_collectives = collectives(layout.zero_stage, layout.shards, replicas, layout.micro_steps, dtype,
+                                      sum(stage.units), stage.muon, head)
+        self.sent = {c: cluster.sent(c) for c in all_collectives}
+        self.within = sum(c.times * sent.within for c, sent in self.sent.items())
+        self.between = sum(c.times * sent.between for c, sent in self.sent.items())
+        # Of one micro-batch. A third of the FLOPs are the forward pass's.
+        self.forward = tokens * stage.flops / rate / 3
+        self.backward = (2 + layout.checkpointing) * self.forward
+        # Waiting over the step: for parameters, and for gradients.
+        self.gathers = self.waits("forward", self.forward)
+        self.reduces = self.waits("backward", self.backward)
+        # Muon: matrices travel to their owners and back. A matrix has one owner: more ranks than matrices do not help.
+        products = max(sum(stage.products) / layout.shards, max(stage.products)) / rate
+        self.update = products + self.seconds([c for c in self.sent if c.kind == "all-to-all"])
+
+    def seconds(self, chosen: list[Collective]) -> float:
+        """How long these collectives take if nothing else goes on. Both links work at the same time."""
+        within = between = latency = 0.0
+        for c in chosen:
+            within += self.sent[c].within
+            between += self.sent[c].between
+            # Matrices travel all at once; otherwise each unit has a collective of its own.
+            latency += self.sent[c].latency * (1 if c.kind == "all-to-all" else len(self.units))
+        return max(within / self.cluster.within.bandwidth, between / self.cluster.between.bandwidth) + latency
+
+    def waits(self, behind: str, pass_seconds: float) -> float:
+        """
+        Seconds that the "forward" or "backward" passes of a step, of pass_seconds each, wait for collectives. Sending
+        hides behind a pass, except for what takes longer than it, and at least for the first unit: its parameters are
+        needed first, its gradients are complete last.
+        """
+        total = sum(self.units)
+
+        def wait(chosen: list[Collective]) -> float:
+            seconds = self.seconds(chosen)
+            return max(seconds - pass_seconds, seconds * self.units[0] / total)
+
+        last_pass = [c for c in self.sent if c.behind == behind]
+        every_pass = [c for c in last_pass if c.times == self.layout.micro_steps]
+        # Replicas add up the sums of shard groups: a unit's sum over the replicas starts when two more units are
+        # computed. So the sums of the last three units to be computed follow the pass.
+        replica_sums = []
+        if self.layout.shards > 1 and self.layout.zero_stage < 3:
+            replica_sums = [c for c in last_pass if c.kind == "all-reduce"]
+        following = sum(self.units[: 1 + MAX_IN_FLIGHT]) / total * self.seconds(replica_sums)
+        return (self.layout.micro_steps - 1) * wait(every_pass) + max(wait(last_pass), following)
+
+
+# ---- A step of all stages
+
+
 class StepPlan(NamedTuple):
-    """An optimizer step of a rank: an average over the pipeline's stages, but the waiting of the slowest one."""
+    """An optimizer step of a rank: averages over the pipeline's stages, and the waiting of the slowest one."""
 
     compute: float      # seconds of forward and backward passes
-    update: float       # of Muon: its products, and matrices on their way to their owners and back
-    exposed: float      # that the passes wait for gradients and parameters
-    bubble: float       # that they wait for other stages of the pipeline: where it fills, drains, sends, is uneven
+    update: float       # seconds of Muon
+    exposed: float      # seconds that passes wait for gradients and parameters
+    bubble: float       # seconds that a stage idles: the pipeline fills and drains, sends, and is uneven
     within: float       # bytes sent within the host
-    between: float      # to other hosts
+    between: float      # bytes sent to other hosts
 
     @property
     def seconds(self) -> float:
         return self.compute + self.update + self.exposed + self.bubble
-
-
-class StagePlan(NamedTuple):
-    """Seconds of a rank of one pipeline stage, and the bytes that it sends to its group in an optimizer step."""
-
-    forward: float      # a micro-batch computes
-    backward: float
-    gathers: float      # passes wait for parameters, over the step
-    reduces: float      # and for gradients
-    update: float
-    within: float
-    between: float
-
-
-def plan_stage(
-    stage: PipelineStage, config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype,
-    tokens: float,
-) -> StagePlan:
-    """
-    tokens: of a micro-batch of a rank.
-
-    Sending during a pass hides behind it; the pass waits for the part that takes longer, at least for the first unit's:
-    its parameters are needed first, its gradients are complete last. Both links work at once. A third of the FLOPs are
-    the forward pass's.
-    """
-    total = sum(stage.units)
-    first = stage.units[0] / total
-    forward = tokens * stage.flops / rate / 3
-    backward = (2 + layout.checkpointing) * forward
-    replicas = cluster.ranks // layout.pipeline_stages // layout.shards
-    head = config.padded_vocab_size * config.n_embd
-    groups = {"shards": (layout.shards, 1), "replicas": (replicas, layout.shards)}  # ranks, stride
-    sent = {}
-    for c in collectives(
-            layout.zero_stage, layout.shards, replicas, layout.micro_steps, dtype, total, stage.muon, head):
-        sent[c] = cluster.sent(*groups[c.among], c)
-
-    def seconds(of: list[Collective]) -> float:
-        """Until they are done if nothing else goes on. Each unit has collectives of its own."""
-        within = between = messages = 0.0
-        for c in of:
-            bytes_within, bytes_between, latency = sent[c]
-            within += bytes_within
-            between += bytes_between
-            messages += latency if c.kind == "all-to-all" else latency * len(stage.units)
-        return max(within / cluster.within.bandwidth, between / cluster.between.bandwidth) + messages
-
-    def waits(behind: str, pass_seconds: float) -> float:
-        """Seconds that the "forward" or "backward" passes of a step, of pass_seconds each, wait for collectives."""
-        concurrent = [c for c in sent if c.behind == behind]
-        repeated = [c for c in concurrent if c.times == layout.micro_steps]  # in each micro-step; the others in one
-        # Replicas add up the sums of shard groups: a unit's sum over the replicas starts when two more units are
-        # computed. So the sums of the last three units to be computed follow the pass.
-        replica_sums = []
-        if layout.shards > 1 and layout.zero_stage < 3:
-            replica_sums = [c for c in concurrent if c.kind == "all-reduce"]
-        following = sum(stage.units[: 1 + MAX_IN_FLIGHT]) / total * seconds(replica_sums)
-        usual_wait = max(seconds(repeated) - pass_seconds, first * seconds(repeated))
-        longest_wait = max(seconds(concurrent) - pass_seconds, first * seconds(concurrent), following)
-        return (layout.micro_steps - 1) * usual_wait + longest_wait
-
-    products = max(sum(stage.products) / layout.shards, max(stage.products)) / rate  # a matrix has one owner
-    exchange = seconds([c for c in sent if c.kind == "all-to-all"])
-    within = sum(c.times * sent[c][0] for c in sent)
-    between = sum(c.times * sent[c][1] for c in sent)
-    return StagePlan(forward, backward, waits("forward", forward), waits("backward", backward), products + exchange,
-                     within, between)
 
 
 def plan_step(
@@ -174,23 +174,25 @@ def plan_step(
     tokens = batch_tokens / ranks / layout.micro_steps
     planned = []
     for stage in split_into_stages(config, stages):
-        planned.append(plan_stage(stage, config, cluster, layout, rate, dtype, tokens))
+        planned.append(StagePlan(stage, config, cluster, layout, rate, dtype, tokens))
     within = sum(stage.within for stage in planned) / stages
     between = sum(stage.between for stage in planned) / stages
-    hops = [0.0]    # seconds of a micro-batch's stream from each stage to the next; its gradient comes back as fast
-    size = tokens * config.n_embd * config.streams * dtype.itemsize
+
+    # A micro-batch's stream goes from each stage to the next; its gradient, as large, comes back.
+    hops = [0.0]
+    stream = tokens * config.n_embd * config.streams * dtype.itemsize
+    both_ways = 2 * layout.micro_steps * stream / stages
     for number in range(1, stages):
-        both_ways = 2 * layout.micro_steps * size / stages
-        link = cluster.between
         if number % cluster.on_a_host(stages, ranks):
             link = cluster.within
             within += both_ways
         else:
+            link = cluster.between
             between += both_ways
-        hops.append(size / link.bandwidth + link.latency)
+        hops.append(stream / link.bandwidth + link.latency)
     hops.append(0.0)
 
-    # 1F1B: the slowest stage is busy all the time, but while the first micro-batch comes and the last one goes. Where
+    # 1F1B: the slowest stage is always busy, except while the first micro-batch arrives and the last one leaves. Where
     # stages are uneven and links slow that is up to a fifth off: docs/step.html runs the schedule pass by pass.
     busy = []       # seconds of a stage for each micro-batch
     late = [0.0]    # until parameters have come to a stage, after its first micro-batch has
@@ -209,12 +211,14 @@ def plan_step(
     return StepPlan(compute, update, max(late) + max(after), max(passes - compute, 0.0), within, between)
 
 
+# ---- The fastest layout
+
+
 def bytes_on_a_rank(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype) -> float:
     """Bytes of a GPU's memory that training needs, margins included."""
-    sharing = layout.shards if layout.zero_stage else cluster.ranks // layout.pipeline_stages
-    return needed_bytes(
-        config, layout.rows, dtype, "cuda", True, sharing, zero_stage=layout.zero_stage,
-        checkpointing=layout.checkpointing, pipeline_stages=layout.pipeline_stages, micro_steps=layout.micro_steps)
+    ranks = layout.shards if layout.zero_stage else cluster.ranks // layout.pipeline_stages
+    return needed_bytes(config, layout.rows, dtype, "cuda", True, ranks, layout.checkpointing, layout.zero_stage,
+                        layout.micro_steps, pipeline_stages=layout.pipeline_stages)
 
 
 def shard_sizes(cluster: Cluster, pipeline_stages: int = 1) -> list[int]:
@@ -234,21 +238,18 @@ def pipelines(config: GPTConfig, cluster: Cluster) -> list[int]:
 def fastest_layout(
     config: GPTConfig, cluster: Cluster, rate: float, dtype: torch.dtype, batch_tokens: int, memory: float
 ) -> tuple[Layout, StepPlan] | None:
-    """
-    The layout with the fastest step that fits; None: nothing fits. Without a pipeline only the largest rows that fit
-    are planned: fewer send more often.
-    """
-    found = []
+    """The layout with the fastest step that fits into the memory; None: nothing fits."""
+    plans = []
     for stages in pipelines(config, cluster):
         rows = batch_tokens * stages // (config.sequence_len * cluster.ranks)
-        halves = [rows >> i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
+        micro_steps = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
         zero_stages = (1,) if stages > 1 else (1, 2, 3)
         sharing = [(0, 1), *itertools.product(zero_stages, shard_sizes(cluster, stages))]
         for (zero_stage, shards), checkpointing in itertools.product(sharing, (False, True)):
-            for half in halves:
-                layout = Layout(zero_stage, shards, half, rows // half, checkpointing, stages)
+            for count in micro_steps:
+                layout = Layout(zero_stage, shards, rows // count, count, checkpointing, stages)
                 if bytes_on_a_rank(config, cluster, layout, dtype) <= memory:
-                    found.append((layout, plan_step(config, cluster, layout, rate, dtype, batch_tokens)))
-                    if stages == 1:
+                    plans.append((layout, plan_step(config, cluster, layout, rate, dtype, batch_tokens)))
+                    if stages == 1:  # more micro-steps send more often; in a pipeline they make the bubble smaller
                         break
-    return min(found, key=lambda pair: pair[1].seconds, default=None)
+    return min(plans, key=lambda plan: plan[1].seconds, default=None)

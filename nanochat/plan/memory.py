@@ -1,12 +1,12 @@
 """
 Formulas for the memory of a training run, in bytes per rank. docs/zero.md compares `state_bytes` with measurements,
-docs/memory.md `moments`.
+docs/memory.md `RankMemory`.
 
 Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients accumulated in float32 and with Muon,
 which has one moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).
 """
-import itertools
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ def state_bytes(zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muo
 
 # ---- A training step, moment by moment
 
-shaped = cache(model_without_memory)  # one for each config: it is looked at only
+shaped = cache(model_without_memory)  # one for each config: nobody changes it
 
 
 class PipelineStage(NamedTuple):
@@ -61,218 +61,233 @@ class PipelineStage(NamedTuple):
 
     layers: range
     units: list[int]    # parameters of embedding, blocks and head, as far as it has them
-    largest: int        # of a tensor
-    adamw: int          # parameters in its care
+    largest: int        # parameters of the largest tensor
+    adamw: int          # parameters in AdamW's care
     muon: int
-    flops: int          # per token, forward and backward; of all stages: GPT.estimate_flops
+    flops: int          # per token, forward and backward; over all stages: GPT.estimate_flops
     products: list[int]     # FLOPs of orthogonalizing each matrix: five steps of three products
 
 
 @cache
 def split_into_stages(config: GPTConfig, pipeline_stages: int = 1) -> tuple[PipelineStage, ...]:
     """UserError for more stages than layers."""
-    model = shaped(config)
-    roles = dict(zip(model.parameters(), model.roles().values(), strict=True))
     stages = []
     for layers in stage_layers(config, pipeline_stages):
-        # model.units(): the embedding, the blocks, the head
-        first = 0 if layers.start == 0 else layers.start + 1
-        last = layers.stop + 2 if layers.stop == config.n_layer else layers.stop + 1
-        units = [list(unit.parameters()) for unit in model.units()[first:last]]
-        parameters = list(itertools.chain.from_iterable(units))
-        matrices = [tuple(p.shape) for p in parameters if roles[p] == "matrix"]
-        muon = sum(map(math.prod, matrices))
-        counts = [sum(p.numel() for p in unit) for unit in units]
-        head = counts[-1] if layers.stop == config.n_layer else 0
-        flops = 6 * (muon + head) + 12 * config.n_embd * sum(map(config.window, layers))
-        products = [5 * (4 * m * m * n + 2 * m**3) for m, n in map(sorted, matrices)]
-        largest = max(p.numel() for p in parameters)
-        stages.append(PipelineStage(layers, counts, largest, sum(counts) - muon, muon, flops, products))
+        model = model_without_memory(config)
+        model.keep_layers(layers)
+        roles = model.roles()
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        counts = [sum(p.numel() for p in unit.parameters()) for unit in model.units()]
+        muon = model.count_parameters("matrix")
+        flops = 6 * model.count_parameters("matrix", "head") + 12 * config.n_embd * sum(map(config.window, layers))
+        products = []
+        for name, shape in shapes.items():
+            if roles[name] == "matrix":
+                m, n = sorted(shape)
+                products.append(5 * (4 * m * m * n + 2 * m**3))
+        largest = max(map(math.prod, shapes.values()))
+        stages.append(PipelineStage(
+            layers, [count for count in counts if count], largest, sum(counts) - muon, muon, flops, products))
     return tuple(stages)
 
 
-def block_bytes(
-    config: GPTConfig, layer: int, rows: int, dtype: torch.dtype, device_type: str, compiled: bool
-) -> float:
+@dataclass
+class RankMemory:
     """
-    Bytes that autograd saves in a block's forward pass. Per token, in elements of width C: the inputs of the two norms
-    and their results, 4; inputs and output of attention; rotated queries and keys where it reads copies of them;
-    relu², 4; with value embeddings the rows looked up, and the values; with scales the stream before them, which code
-    compiled for a GPU scales again instead. Besides the concatenated matrix of queries, keys and values. Eager norms on
-    a CPU keep their inputs in float32.
-    """
-    b = dtype.itemsize
-    T = config.sequence_len
-    C = config.n_embd
-    kv_width = config.n_kv_head * config.head_dim
-    tokens = rows * T
-    heads = config.n_head + config.n_kv_head
-    wide = FLOAT32 if device_type == "cpu" and not compiled else b
-    saved = tokens * (wide * 2 * C + b * 7 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
-    if shaped(config).transformer.h[layer].values is not None:
-        saved += tokens * b * (kv_width + 2 * config.n_kv_head)
-    if config.stream_scales and (device_type == "cpu" or not compiled):
-        saved += tokens * b * C
-    whole = tokens * (C + 2 * kv_width)  # queries, keys and values of each head
-    blockwise = device_type == "cpu" and T <= BLOCKWISE_MAX_LENGTH
-    if blockwise and config.n_kv_head > 1:
-        saved += b * tokens * (C + kv_width)
-    if not blockwise:
-        saved += b * tokens * kv_width * config.offsets_keys(layer)
-        return saved + b * whole + tokens * FLOAT32 * config.n_head  # scaled_dot_product_attention
-    blocks = query_blocks(T, config.window(layer))
-    scores = sum((end - start) * (end - first) for start, end, first in blocks)
-    return saved + b * (whole + scores * rows * config.n_head)  # and the probabilities
-
-
-def gradient_bytes(
-    units: list[int], done: int, zero_stage: int, ranks: int, itemsize: int, several: bool
-) -> float:
-    """
-    Bytes of gradients in the last micro-step, when the backward pass has finished units[done:]. several: the step has
-    more than one micro-step. With more than one rank, the two units finished last still hold whole gradients, which are
-    being sent (`zero.MAX_IN_FLIGHT`); on stage 2 these may be units of the micro-step before. On stage 3 only one
-    unit's gradients are being sent, and the gathered parameters count, too: of the unit whose backward pass is next,
-    and of the one after it.
-    """
-    if ranks == 1:
-        zero_stage = 0
-    kept = sum(units[done:])
-    if several and zero_stage != 1:
-        kept = sum(units)
-    if zero_stage == 0:
-        return FLOAT32 * kept
-    travelling = units[done : done + 2]
-    more = 0
-    if zero_stage == 1 and several:
-        more = FLOAT32 * sum(units[:done])  # they wait for the last micro-step, whole
-    if zero_stage == 2 and several:
-        travelling = (units[done:] + units)[:2]
-    if zero_stage == 3:
-        travelling = units[done : done + 1]
-        gathered = units[max(done - 2, 0) : done] if done < len(units) else units[-1:]
-        more = itemsize * sum(gathered)
-    return FLOAT32 / ranks * kept + FLOAT32 * (1 + 1 / ranks) * sum(travelling) + more
-
-
-def moments(
-    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True,
-    checkpointing: bool = False, zero_stage: int = 2, ranks: int = 1, micro_steps: int = 2,
-    pipeline: tuple[int, int] = (0, 1),
-) -> tuple[float, dict[str, float]]:
-    """
-    Bytes of the tensors that a rank holds on its device: from step to step (parameters, masters and moments; buffers of
-    a pipeline; on a CPU the copies of a checkpoint being written), and besides, at the moments of the last micro-step
-    and of the update at which memory can be fullest, in their order: gradients, what the forward pass has saved, and
-    temporaries. rows: of config.sequence_len tokens, per rank and micro-step. pipeline: (number of the rank's stage,
-    stages).
+    What one rank of a pipeline stage holds on its device during a training step: states from step to step, and at each
+    moment gradients, activations (saved for the backward pass) and temporaries. All in bytes.
 
     Derived from the code, tensor by tensor, and within 2% of the tensors' bytes (tests/test_doctor.py,
-    tests/test_gpu_dry_run.py). The allocator's waste and the process itself come on top (`needed_bytes`).
+    tests/test_gpu_dry_run.py).
     """
-    number, stages = pipeline
-    stage = split_into_stages(config, stages)[number]
-    units = stage.units
-    layers = stage.layers
-    first = number == 0
-    last = number == stages - 1
-    b = dtype.itemsize
-    V = config.padded_vocab_size
-    L = len(layers)
-    tokens = rows * config.sequence_len
-    width = tokens * config.n_embd * b  # a residual stream
-    head = FLOAT32 * V * config.n_embd  # the head's gradient
-    state = state_bytes(zero_stage, ranks, dtype, stage.adamw, stage.muon)
-    # PyTorch's schedule has a buffer for the streams of each micro-batch, there and back.
-    neighbours = 2 - first - last
-    kept = state.parameters + state.optimizer + width * config.streams * micro_steps * neighbours
-    share = 1 if zero_stage == 0 else ranks
-    saving = b * (stage.adamw + stage.muon) + state.optimizer if device_type == "cpu" else 0
 
-    # Besides the blocks: the norms at both ends; two tensors of the smear; a stage's output, sent to the next one.
-    blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in layers]
-    wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
-    ends = (first + last) * wide
-    if first:
-        ends += 2 * config.smear
-    if not last:
-        ends += config.streams
-    around = ends * width + FLOAT32 * config.sequence_len * config.head_dim
-    saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
+    config: GPTConfig
+    rows: int               # of config.sequence_len tokens, per rank and micro-step
+    dtype: torch.dtype
+    device_type: str
+    compiled: bool = True
+    ranks: int = 1          # that share one copy of the states
+    checkpointing: bool = False
+    zero_stage: int = 2
+    micro_steps: int = 2
+    pipeline_stages: int = 1
+    number: int = 0         # of this rank's pipeline stage
 
-    def moment(done: int, activations: float, temporary: float) -> float:
-        if stages == 1:
-            gradients = gradient_bytes(units, done, zero_stage, ranks, b, micro_steps > 1)
-        else:  # activations of the micro-batches whose backward passes are still to come
-            gradients = FLOAT32 * sum(units)
-            activations += (min(stages - number, micro_steps) - 1) * saved[L]
-        return gradients + activations + temporary
+    def __post_init__(self):
+        self.stage = split_into_stages(self.config, self.pipeline_stages)[self.number]
+        self.is_first = self.number == 0
+        self.is_last = self.number == self.pipeline_stages - 1
+        self.on_cpu = self.device_type == "cpu"
+        self.share = 1 if self.zero_stage == 0 else self.ranks
+        self.tokens = self.rows * self.config.sequence_len
+        self.itemsize = self.dtype.itemsize
+        self.stream = self.tokens * self.config.n_embd * self.itemsize  # a residual stream
+        # An eager norm on a CPU keeps its input in float32, whatever the dtype.
+        self.norm_itemsize = FLOAT32 if self.on_cpu and not self.compiled else self.itemsize
+        self.blocks = [self.saved_by_block(layer) for layer in self.stage.layers]
 
-    found = {}
-    if last:
-        # Gradients of the loss's input and of the head, and logits, beside the chunk before if there is one.
-        logits = V * chunk_rows(tokens, V, device_type)
-        before = b * logits if tokens * V > logits else 0
-        if compiled:
-            of_loss = 2 * b * logits + max(before, b * V * config.n_embd)
+    def states(self) -> float:
+        """From step to step: parameters, masters and moments; on a CPU the copies of a checkpoint being written."""
+        stage = self.stage
+        state = state_bytes(self.zero_stage, self.ranks, self.dtype, stage.adamw, stage.muon)
+        copies = self.itemsize * (stage.adamw + stage.muon) + state.optimizer if self.on_cpu else 0
+        # PyTorch's pipeline has a buffer for the streams of each micro-batch, there and back, for each neighbour.
+        neighbours = 2 - self.is_first - self.is_last
+        buffers = self.stream * self.config.streams * self.micro_steps * neighbours
+        return state.parameters + state.optimizer + copies + buffers
+
+    def saved_by_block(self, layer: int) -> float:
+        """
+        What autograd saves in a block's forward pass. Per token, in elements of width C: the inputs of the two norms
+        and their results, 4; inputs and output of attention; rotated queries and keys where attention copies them;
+        relu², 4; with value embeddings the rows looked up, and the values; with scales the stream before them, which
+        code compiled for a GPU scales again instead.
+        """
+        config = self.config
+        b = self.itemsize
+        C = config.n_embd
+        kv_width = config.n_kv_head * config.head_dim
+        qkv = b * (C + 2 * kv_width)  # queries, keys and values of each head
+        per_token = 2 * self.norm_itemsize * C + 7 * b * C + FLOAT32 * (2 + config.n_head + config.n_kv_head) + qkv
+        if shaped(config).transformer.h[layer].values is not None:
+            per_token += b * (kv_width + 2 * config.n_kv_head)
+        if config.stream_scales and (self.on_cpu or not self.compiled):
+            per_token += b * C
+        scores = 0
+        if self.on_cpu and config.sequence_len <= BLOCKWISE_MAX_LENGTH:
+            if config.n_kv_head > 1:
+                per_token += b * (C + kv_width)
+            # Probabilities: a block of queries sees the keys from `first` on.
+            blocks = query_blocks(config.sequence_len, config.window(layer))
+            scores = sum((end - start) * (end - first) for start, end, first in blocks)
+        else:  # scaled_dot_product_attention saves one float32 per query and head, and no probabilities
+            per_token += b * kv_width * config.offsets_keys(layer) + FLOAT32 * config.n_head
+        concatenated = C * qkv  # the matrix of queries, keys and values: once, not per token
+        return self.tokens * per_token + self.rows * b * scores * config.n_head + concatenated
+
+    def activations(self, layers: int) -> float:
+        """Saved for one micro-batch, while the backward pass has these first layers of the stage still to do."""
+        # Besides the blocks: the norms at both ends; two tensors of the smear; a stage's output, sent to the next one.
+        ends = (self.is_first + self.is_last) * self.norm_itemsize / self.itemsize
+        if self.is_first:
+            ends += 2 * self.config.smear
+        if not self.is_last:
+            ends += self.config.streams
+        rotations = FLOAT32 * self.config.sequence_len * self.config.head_dim
+        blocks = layers * self.stream if self.checkpointing else sum(self.blocks[:layers])
+        return ends * self.stream + rotations + blocks
+
+    def gradients(self, done: int) -> float:
+        """In the last micro-step, when the backward pass has finished units[done:]."""
+        units = self.stage.units
+        finished = units[done:]
+        several = self.micro_steps > 1
+        summed = units if several else finished  # earlier micro-steps have left a sum of every unit
+        if self.pipeline_stages > 1:
+            return FLOAT32 * sum(units)
+        if self.share == 1:
+            return FLOAT32 * sum(summed)
+        # The two units finished last still hold whole gradients, which are being sent (`zero.MAX_IN_FLIGHT`).
+        travelling = finished[:2]
+        more = 0
+        if self.zero_stage == 1:  # the sums of earlier micro-steps wait for the last one, whole
+            summed = finished
+            more = FLOAT32 * sum(units[:done]) if several else 0
+        elif self.zero_stage == 2 and several:  # units of the micro-step before may still be travelling
+            travelling = (finished + units)[:2]
+        elif self.zero_stage == 3:
+            # Only one unit is being sent. The gathered parameters count, too: those of the unit whose backward pass is
+            # next, and of the one after it.
+            travelling = finished[:1]
+            gathered = units[max(done - 2, 0) : done] if finished else units[-1:]
+            more = self.itemsize * sum(gathered)
+        return FLOAT32 / self.ranks * sum(summed) + FLOAT32 * (1 + 1 / self.ranks) * sum(travelling) + more
+
+    def moment(self, units: int, layers: int, temporary: float) -> float:
+        """The sum while the backward pass has these first units and layers still to do."""
+        # In a pipeline, later micro-batches have done their forward passes: one for each stage from here to the end.
+        waiting = min(self.pipeline_stages - self.number, self.micro_steps) - 1
+        activations = self.activations(layers) + waiting * self.activations(len(self.blocks))
+        return self.gradients(units) + activations + temporary
+
+    def loss_temporaries(self) -> float:
+        """Gradients of the loss's input and of the head, and logits, beside those of the chunk before, if any."""
+        V = self.config.padded_vocab_size
+        b = self.itemsize
+        head = V * self.config.n_embd
+        logits = V * chunk_rows(self.tokens, V, self.device_type)
+        before = b * logits if self.tokens * V > logits else 0
+        if self.compiled:
+            chunks = 2 * b * logits + max(before, b * head)
         else:
-            of_loss = (b + 4 * FLOAT32) * logits + before
-        found["loss"] = moment(len(units), saved[L], head + 2 * width + of_loss)
-        found["backward, head"] = moment(len(units), saved[L], 2 * head + 3 * width)  # the same gradients, scaled
-    for layer in reversed(range(L)):
-        # Temporaries of a block's backward pass, or its gradients before they are summed. 10: at most, counted in the
-        # code that is compiled for an H100. 26: measured on a CPU (docs/memory.md); which tensors is not known.
-        if compiled and device_type != "cpu":
-            widths = 10
+            chunks = (b + 4 * FLOAT32) * logits + before
+        return FLOAT32 * head + 2 * self.stream + chunks
+
+    def block_temporaries(self, index: int) -> float:
+        """Of a block's backward pass, or its gradients before they are summed."""
+        # 10 streams: at most, counted in the code that is compiled for an H100. 26: measured on a CPU (docs/memory.md);
+        # which tensors these are is not known. 12: counted.
+        if self.compiled and not self.on_cpu:
+            streams = 10
         else:
-            widths = 26 if compiled and b < FLOAT32 else 12
-            widths += config.streams - 1  # sums of gradients of the first block's input and of the middle
-        temporary = widths * width
-        if checkpointing:
-            temporary += blocks[layer]
-        unit = layer + first
-        found[f"backward, block {layers[layer]}"] = moment(
-            unit + 1, saved[layer + 1], max(temporary, b * units[unit]))
-    # The optimizers: all updates of Muon, and of one shape the products of Newton-Schulz; AdamW's two temporaries.
-    shard = min(stage.largest, max(units) / share)
-    updates = 3.7 if share > 1 else 2.7
-    temporary = max(updates * b * stage.muon / share, 2 * FLOAT32 * shard)
-    found["update"] = FLOAT32 * (stage.adamw + stage.muon) / share + temporary
-    return kept + saving, found
+            streams = 26 if self.compiled and self.itemsize < FLOAT32 else 12
+            streams += self.config.streams - 1  # sums of gradients of the first block's input and of the middle
+        again = self.blocks[index] if self.checkpointing else 0
+        return max(streams * self.stream + again, self.itemsize * self.stage.units[index + self.is_first])
+
+    def update(self) -> float:
+        """At the update: sums of gradients, and the optimizers' temporaries."""
+        stage = self.stage
+        # Muon: all updates, and of one shape the products of Newton-Schulz. AdamW: two temporaries of a shard.
+        updates = 3.7 if self.share > 1 else 2.7
+        shard = min(stage.largest, max(stage.units) / self.share)
+        temporary = max(updates * self.itemsize * stage.muon / self.share, 2 * FLOAT32 * shard)
+        return FLOAT32 * (stage.adamw + stage.muon) / self.share + temporary
+
+    def moments(self) -> dict[str, float]:
+        """Bytes besides the states at each moment at which memory can be fullest, in their order."""
+        units = len(self.stage.units)
+        layers = self.stage.layers
+        found = {}
+        if self.is_last:
+            head = FLOAT32 * self.config.padded_vocab_size * self.config.n_embd
+            found["loss"] = self.moment(units, len(layers), self.loss_temporaries())
+            # Two gradients of the head: it is scaled into a second tensor.
+            found["backward, head"] = self.moment(units, len(layers), 2 * head + 3 * self.stream)
+        for i in reversed(range(len(layers))):
+            found[f"backward, block {layers[i]}"] = self.moment(
+                i + self.is_first + 1, i + 1, self.block_temporaries(i))
+        return found | {"update": self.update()}
 
 
 # ---- A process on a device: the step, the process itself, and the waste of allocators
 
 # Measured (docs/memory.md): bytes that allocators take for each byte of a tensor. In glibc's heap the many temporaries
-# of one size leave holes, of which an eager step has more. Guessed for a GPU that is not here: its context, cuBLAS and
-# the code of kernels; NCCL's buffers.
+# of one size leave holes, of which an eager step has more.
 WASTE = 1.15
 HEAP_WASTE = {False: 2.3, True: 1.5}    # by whether the model is compiled
 HEAP_BLOCK = 2**25
 CPU_PROCESS = {False: 400e6, True: 600e6}
+# Guessed, for GPUs that were not at hand: its context, cuBLAS and the code of kernels; NCCL's buffers.
 GPU_PROCESS = 1.0 * GIB
 NCCL = 0.5 * GIB
 
 
-def needed_bytes(
-    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, ranks: int = 1,
-    pipeline_stages: int = 1, **settings
-) -> float:
-    """Bytes that training needs on a rank, margins included. settings: as in `moments`."""
+def needed_bytes(*args, pipeline_stages: int = 1, **settings) -> float:
+    """Bytes that training needs on a rank, margins included. Arguments as `RankMemory`."""
     step = 0.0  # at the fullest moment, in the pipeline stage that has it
     for number in range(pipeline_stages):
-        kept, found = moments(config, rows, dtype, device_type, compiled, ranks=ranks,
-                              pipeline=(number, pipeline_stages), **settings)
-        step = max(step, kept + max(found.values()))
-    if device_type != "cpu":
-        process = GPU_PROCESS + NCCL if ranks > 1 else GPU_PROCESS
+        rank = RankMemory(*args, pipeline_stages=pipeline_stages, number=number, **settings)
+        step = max(step, rank.states() + max(rank.moments().values()))
+    if not rank.on_cpu:
+        process = GPU_PROCESS + NCCL if rank.ranks > 1 else GPU_PROCESS
         return process + WASTE * step
-    in_heap = rows * config.sequence_len * config.n_embd * dtype.itemsize < HEAP_BLOCK
-    return CPU_PROCESS[compiled] + step * (HEAP_WASTE[compiled] if in_heap else WASTE)
+    waste = HEAP_WASTE[rank.compiled] if rank.stream < HEAP_BLOCK else WASTE
+    return CPU_PROCESS[rank.compiled] + waste * step
 
 
 def largest_rows(limit: float, most: int, config: GPTConfig, *args, **settings) -> int:
-    """The largest power of two of rows up to `most` that fits into `limit` bytes; 0: none. args as `needed_bytes`."""
+    """The largest power of two of rows up to `most` that fits into `limit` bytes; 0: none. args as `RankMemory`."""
     rows = 2 ** int(math.log2(most))
     while rows and needed_bytes(config, rows, *args, **settings) > limit:
         rows //= 2

@@ -16,8 +16,9 @@ class Collective(NamedTuple):
 
     kind: Kind
     bytes: float
+    ranks: int          # in the group
+    stride: int = 1     # between neighbours of the group: 1 for ranks that share a copy, more for replicas of a shard
     times: int = 1
-    among: Literal["shards", "replicas"] = "shards"  # ranks that share a copy; ranks that keep the same shard
     behind: Literal["forward", "backward", ""] = ""  # the pass that goes on meanwhile; "": none
 
     @property
@@ -36,17 +37,19 @@ def collectives(
     gradients = total * FLOAT32
     gathered = total * dtype.itemsize
     if zero_stage == 0:
-        return [Collective("all-reduce", gradients, among="replicas", behind="backward")]
-    sums = micro_steps if zero_stage >= 2 else 1
+        return [Collective("all-reduce", gradients, replicas, behind="backward")]
     found = []
     if shards > 1:
-        found.append(Collective("reduce-scatter", gradients, sums, behind="backward"))
+        # From stage 2 on no whole gradient is kept from one micro-step to the next.
+        sums = micro_steps if zero_stage >= 2 else 1
+        found.append(Collective("reduce-scatter", gradients, shards, times=sums, behind="backward"))
         if zero_stage < 3:
-            found.append(Collective("all-gather", gathered, behind="forward"))
+            found.append(Collective("all-gather", gathered, shards, behind="forward"))
         else:
-            found.append(Collective("all-gather", gathered, micro_steps, behind="forward"))
-            found.append(Collective("all-gather", gathered - head * dtype.itemsize, micro_steps, behind="backward"))
-        found.append(Collective("all-to-all", muon * dtype.itemsize / shards))
+            again = gathered - head * dtype.itemsize
+            found.append(Collective("all-gather", gathered, shards, times=micro_steps, behind="forward"))
+            found.append(Collective("all-gather", again, shards, times=micro_steps, behind="backward"))
+        found.append(Collective("all-to-all", muon * dtype.itemsize / shards, shards))
     if replicas > 1:
-        found.append(Collective("all-reduce", gradients / shards, among="replicas", behind="backward"))
+        found.append(Collective("all-reduce", gradients / shards, replicas, shards, behind="backward"))
     return found
