@@ -102,6 +102,6 @@ if floor is not None:
         print0(f"{what}: {cell(value)}")
     results |= found
 
-write_section("base_eval", "Base model: evaluation", f"Model: {name}.\n\n{samples}", {"base": results},
-              data=trained_on, checkpoint=checkpoint)
+write_section("base_eval", "Base model: evaluation", f"Model: {name}.\n\n{samples}", "base", results,
+              data=trained_on, model_tag=checkpoint.parent.name)
 compute_cleanup()

@@ -56,6 +56,6 @@ results[mean] = sum(scores) / len(scores)
 print0(f"{mean:42} {results[mean]:6.3f}")
 body = f"Model: step {meta['step']} of {checkpoint.parent.name}.\n\n"
 body += markdown_table(["task", "problems", "right", "guessing"], rows)
-write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", body, {source: results},
-              data=meta.get("data"), checkpoint=checkpoint)
+write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", body, source, results,
+              data=meta.get("data"), model_tag=checkpoint.parent.name)
 compute_cleanup()

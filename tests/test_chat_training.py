@@ -237,6 +237,8 @@ def test_a_stage_trained_anew_replaces_the_model_that_is_talked_to(base):
         talk = f"talk to it: python -m scripts.chat_cli --source={stage} --model_tag=anew"
         assert printed.splitlines()[-1] == talk
         assert run_module("scripts.chat_cli", *ask).stderr.startswith(f"{stage} model of step 1")
+    sections = {path.name for path in (base / "report/sections/sums/anew").iterdir()}
+    assert sections == {"chat_sft.json"}, "that of RL was about the old model"
 
 
 def test_a_stage_goes_on_only_from_the_model_it_began_with(base):

@@ -10,23 +10,15 @@ import numpy as np
 import pytest
 
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import base_dir
 from nanochat.training import plots, run_report
 from nanochat.training.records import read_metrics
 
 SETTLED = 100.0  # tokens per second after the first step
 
 
-def left_checkpoint(tag: str = "d4", weights: str = "a") -> Path:
-    checkpoint = base_dir() / "sft_checkpoints" / tag / "step_000008"
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / "manifest.json").write_text(json.dumps({"model.safetensors": weights * 64}))
-    return checkpoint
-
-
-def write_section(*section, checkpoint: Path | None = None, **settings) -> None:
-    """A section about a model on the data set "world", by default d4."""
-    run_report.write_section(*section, data="world", checkpoint=checkpoint or left_checkpoint(), **settings)
+def write_section(*section, **settings) -> None:
+    """A section about the model d4 on the data set "world"."""
+    run_report.write_section(*section, data="world", model_tag="d4", **settings)
 
 
 def train_record(step: int, loss: float, dt: float = 0.5, **other: object) -> dict:
@@ -64,7 +56,7 @@ def images(path: Path) -> list[Path]:
 
 
 def test_sections_come_in_the_order_of_the_pipeline():
-    order = """data tokenizer base_train base_eval mid_train chat_sft chat_rl chat_eval_mid chat_eval_sft
+    order = """data tokenizer base_train base_eval mid_train chat_eval_mid chat_sft chat_eval_sft chat_rl
                chat_eval_rl""".split()
     for stage in order[::-2] + order[::2]:
         write_section(stage, stage.upper(), f"Body of {stage}.")
@@ -74,11 +66,12 @@ def test_sections_come_in_the_order_of_the_pipeline():
 
 
 def test_summary_table_joins_the_results_of_all_sections():
-    write_section("chat_eval_sft", "Chat", "", {"sft": {"ARC": 0.123456, "GSM8K": 0.0}, "rl": {"ARC": "n/a"}})
-    write_section("base_eval", "Eval", "", {"base": {"CORE | centered": 0.2, "bits per byte": np.float32(0.91237)}})
-    base = {"parameters": 73_531_392, "bits per byte": 0.95, "tokens": 123456.7}
-    write_section("base_train", "Train", "", {"base": base})
-    write_section("mid_train", "Mid", "", {"mid": {"ARC": 1e-5}})
+    write_section("chat_eval_sft", "Chat", "", "sft", {"ARC": 0.123456, "GSM8K": 0.0})
+    write_section("chat_eval_rl", "Chat", "", "rl", {"ARC": "n/a"})
+    write_section("base_eval", "Eval", "", "base", {"CORE | centered": 0.2, "bits per byte": np.float32(0.91237)})
+    trained = {"parameters": 73_531_392, "bits per byte": 0.95, "tokens": 123456.7}
+    write_section("base_train", "Train", "", "base", trained)
+    write_section("mid_train", "Mid", "", "mid", {"ARC": 1e-5})
     assert table_after(run_report.generate().read_text(), "## Summary") == [
         ["", "base", "mid", "sft", "rl"],
         ["parameters", "73,531,392", "-", "-", "-"],
@@ -91,17 +84,17 @@ def test_summary_table_joins_the_results_of_all_sections():
 
 
 def test_a_report_is_about_one_model_and_its_data(base_folder):
-    """Two models on two data sets and an imported one: the newest, or the one that is asked for."""
+    """Two models on two data sets and an imported one: the newest, or the one that is named."""
     with pytest.raises(UserError, match="there are those of none; a stage writes one"):
         run_report.generate()
     for time, (data, tag) in enumerate([("sea", "d4"), ("land", "d8"), (None, "guest")]):
         if data:
             run_report.write_section("tokenizer", "Tokenizer", f"Of {data}.", data=data)
-        run_report.write_section("base_eval", "Eval", f"{tag} on {data}.", data=data, checkpoint=left_checkpoint(tag))
+        run_report.write_section("base_eval", "Eval", f"{tag} on {data}.", data=data, model_tag=tag)
         # Each older than the next, whatever the clock's resolution.
         os.utime(base_folder / "report/sections" / (data or "unknown") / tag / "base_eval.json", (time, time))
-    for asked, tag, data in (("", "guest", None), ("d4", "d4", "sea")):
-        text = run_report.generate(asked).read_text()
+    for named, tag, data in (("", "guest", None), ("d4", "d4", "sea")):
+        text = run_report.generate(named).read_text()
         assert f"- Model: {tag} (trained on {data or 'unknown'})\n" in text
         assert re.findall(r"Of (\w+)\.", text) == ([data] if data else [])
         assert re.findall(r"(\w+) on (\w+)\.", text) == [(tag, str(data))]
@@ -109,19 +102,15 @@ def test_a_report_is_about_one_model_and_its_data(base_folder):
         run_report.generate("d44")
 
 
-def test_a_section_about_a_replaced_model_is_left_out(base_folder):
-    """After --overwrite of a stage: what was measured before it."""
-    log = short_run(base_folder / "sft_checkpoints" / "d4" / "metrics.jsonl")
-    write_section("chat_sft", "Sft", "", {"sft": {"minutes": 1.0}})
-    write_section("chat_eval_sft", "Scores", "93%", {"sft": {"ARC": 0.93}}, log)
-    path = run_report.generate()
-    assert table_after(path.read_text(), "## Summary") == [["", "sft"], ["minutes", "1"], ["ARC", "0.93"]]
-    assert len(images(path)) == 1
-    write_section("chat_sft", "Sft", "", {"sft": {"minutes": 2.0}}, checkpoint=left_checkpoint(weights="b"))
-    path = run_report.generate()
-    assert table_after(path.read_text(), "## Summary") == [["", "sft"], ["minutes", "2"]]
-    assert images(path) == [], "the log may be of a later run"
-    assert headings(path.read_text()) == ["Summary", "Sft"]
+def test_a_stage_that_starts_anew_removes_what_was_said_of_its_old_model():
+    """Its own section and those of later stages; not those of stages before, nor of another model."""
+    for stage in ("tokenizer", "mid_train", "chat_eval_mid", "chat_sft", "chat_eval_sft", "chat_rl"):
+        write_section(stage, stage, "", "sft", {stage: 1.0})
+    run_report.remove_sections("chat_sft", "world", "d8")
+    run_report.remove_sections("chat_sft", "world", "d4")
+    text = run_report.generate().read_text()
+    assert headings(text) == ["Summary", "tokenizer", "mid_train", "chat_eval_mid"]
+    assert [row[0] for row in table_after(text, "## Summary")] == ["", "tokenizer", "mid_train", "chat_eval_mid"]
 
 
 def test_figure_is_a_png_beside_the_report_and_survives_moving_the_base_folder(base_folder, tmp_path, monkeypatch):

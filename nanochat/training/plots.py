@@ -9,7 +9,6 @@ from nanochat.runtime.files import write_aside
 from nanochat.training.records import read_metrics
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # distinct for colour-blind eyes as well
-MANY = 100  # values: from here a smoothed curve is drawn over them
 
 # Title, unit, name in metrics.jsonl, scale. On a linear scale the end of a falling loss crowds at the foot.
 LOSS = "Training loss, step by step (the terminal shows it smoothed)", "nats per token", "train/loss", "log"
@@ -31,37 +30,29 @@ def plot_section(stage: str, metrics: Path, floor: float | None, folder: Path) -
     return f"![{stage}: loss, validation, learning rate and throughput over steps]({stage}.png)"
 
 
-def series(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the records that have a finite number for a key."""
-    found = [(record["step"], record[key]) for record in records if math.isfinite(record.get(key, math.nan))]
-    steps, values = np.array(found, dtype=float).reshape(-1, 2).T
-    return steps, values
-
-
 def metrics_figure(records: list[dict], floor: float | None) -> Figure:
-    """Four panels; floor: a line in that of the validation."""
+    """Four panels. floor: a line beside the validation."""
     panels = [LOSS, VALIDATION, RATE, THROUGHPUT]
-    if any(REWARD[2] in record for record in records):  # reinforcement learning has no validation
-        panels[:2] = POLICY_LOSS, REWARD
+    if any("rl/reward" in record for record in records):  # reinforcement learning has no validation
+        panels = [POLICY_LOSS, REWARD, RATE, THROUGHPUT]
     figure = Figure(figsize=(11, 6.6), layout="constrained")
     for axes, (title, unit, key, scale) in zip(figure.subplots(2, 2).flat, panels):
-        steps, values = series(records, key)
+        points = [(record["step"], record[key]) for record in records if math.isfinite(record.get(key, math.nan))]
+        steps, values = np.array(points, dtype=float).reshape(-1, 2).T
         axes.set(title=title, xlabel="step", ylabel=unit, yscale=scale)
         axes.grid(color="#e6e9ed")
         if scale == "log":  # plain numbers, where powers of ten alone would leave the axis without any
             axes.yaxis.set_major_formatter("{x:g}")
             if len(values) and values.max() < 10 * values.min():
                 axes.yaxis.set_minor_formatter("{x:g}")
-        marker = "o"
-        if len(values) >= MANY:
+        # The mean over a fiftieth of the run around each step does not lag as a running mean would.
+        reach = len(values) // 100
+        if reach:
             axes.plot(steps, values, color=GREY, linewidth=0.6)
-            # The mean over a fiftieth of the run around each step does not lag as a running mean would.
-            reach = len(values) // 100
-            steps = steps[reach:-reach]
-            values = np.convolve(values, np.full(2 * reach + 1, 1 / (2 * reach + 1)), "valid")
-            marker = ""
-        axes.plot(steps, values, color=BLUE, marker=marker)
-        if key == VALIDATION[2] and floor is not None:
+            window = np.ones(2 * reach + 1) / (2 * reach + 1)
+            steps, values = steps[reach:-reach], np.convolve(values, window, "valid")
+        axes.plot(steps, values, color=BLUE, marker="" if reach else "o")
+        if key == "val/bpb" and floor is not None:
             axes.axhline(floor, color=ORANGE, linestyle="--", label=f"entropy floor {floor:.4g}")
             axes.legend()
     return figure

@@ -12,9 +12,9 @@ from nanochat.runtime.distributed import after_first_step
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.step_stats import StepStats
 from nanochat.runtime.stopping import StopRequest
-from nanochat.training.checkpoint import SCRIPTS, step_dir
+from nanochat.training.checkpoint import SCRIPTS
 from nanochat.training.metrics import Metrics
-from nanochat.training.run_report import settings_table, write_section
+from nanochat.training.run_report import remove_sections, settings_table, write_section
 from nanochat.training.saving import CheckpointWriter
 
 
@@ -32,6 +32,8 @@ class Session:
                  tokenizer: Tokenizer, num_iterations: int, tokens_per_step: int = 0, **meta):
         self.settings, self.sharding, self.num_iterations = settings, sharding, num_iterations
         self.meta = dict(meta, config=settings, num_iterations=num_iterations, total_batch_size=tokens_per_step)
+        self.stage = checkpoints.parent.name.removesuffix("_checkpoints")
+        self.section = SCRIPTS[self.stage].removeprefix("scripts.")  # of the report
         self.step, metrics_state = 0, None
         if before:
             self.step, metrics_state = before["step"], before["metrics_state"]
@@ -45,6 +47,8 @@ class Session:
         self.stop = StopRequest()
         self.stopped = False         # before this step, by a signal to some rank
         self.first_step = self.step  # which compiles
+        if not before:
+            remove_sections(self.section, meta["data"], checkpoints.name)
 
     def save_if_due(self, **meta) -> None:
         """
@@ -90,9 +94,7 @@ class Session:
 
     def report(self, title: str, results: dict, note: str = "", floor: float | None = None) -> None:
         """After the end: write the stage's section of the report (note, then settings), say how to try its model."""
-        folder = self.saver.folder
-        stage = folder.parent.name.removesuffix("_checkpoints")
-        write_section(SCRIPTS[stage].removeprefix("scripts."), title, note + settings_table(self.settings),
-                      {stage: results}, self.metrics.path, floor, data=self.meta["data"],
-                      checkpoint=step_dir(folder, self.step))
-        print0(f"talk to it: python -m scripts.chat_cli --source={stage} --model_tag={folder.name}")
+        model_tag = self.saver.folder.name
+        write_section(self.section, title, note + settings_table(self.settings), self.stage, results,
+                      data=self.meta["data"], model_tag=model_tag, metrics=self.metrics.path, floor=floor)
+        print0(f"talk to it: python -m scripts.chat_cli --source={self.stage} --model_tag={model_tag}")
