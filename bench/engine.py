@@ -1,10 +1,10 @@
 """
-Tokens per second of the engine on this machine: one sequence and many together, greedy and sampled, in both dtypes.
+Tokens per second of the engine on this machine: one sequence and many together, in both dtypes.
 
     python -m bench.engine
 
-The weights are drawn, not trained: speed does not depend on them. Each figure is the best of several runs, prompts
-included. "uncached" is GPT.generate, which reads everything again for each token.
+The weights are drawn, not trained: speed does not depend on them. Answers are greedy, and prompts included. Each
+figure is the best of several runs.
 
 MBU is the share of the memory's copy rate that a step would take to read what it has to read: every matrix and the head
 once, and each row's keys and values. It may pass 100% where a part of these stays in the processor's caches.
@@ -23,7 +23,7 @@ repeats = 5                 # [1..] of which the fastest counts
 configure(globals())
 
 import functools
-import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -41,21 +41,12 @@ tokenizer = Tokenizer([bytes(divmod(i, 256)) for i in range(vocab_size - 256 - l
 model = GPT(config_from_depth(depth, vocab_size, 512, arch=arch)).to(device)
 model.init_weights(0)
 prompts = torch.randint(256, (batch_size, 16), generator=torch.Generator().manual_seed(0)).tolist()
-ways = {
-    "greedy": SamplingParams(new_tokens, temperature=0, stop=()),
-    "temperature 1, top-k 50": SamplingParams(new_tokens, top_k=50, seed=0, stop=()),
-    "temperature 1": SamplingParams(new_tokens, seed=0, stop=()),
-}
+greedy = SamplingParams(new_tokens, temperature=0, stop=())
 
 
 def fastest(times: int, function: Callable[[], object]) -> float:
     """Seconds; what the function makes is on the host, so that nothing is left running."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(timeit.repeat(function, number=1, repeat=times))
 
 
 def copy_rate() -> float:
@@ -74,19 +65,13 @@ def step_bytes(rows: int, number: int) -> float:
     return model.count_parameters("matrix", "head") * number + rows * kv
 
 
-def report(name: str, rows: int, seconds: float, share: str = "") -> None:
-    print(f"{dtype:8} batch {rows:3}  {name:24} {rows * new_tokens / seconds:8,.0f} tokens/s {share}", flush=True)
-
-
 threads, rate = torch.get_num_threads(), copy_rate()
 print(f"{arch}, depth {depth} on {device.type}, {threads} thread(s): {new_tokens} tokens, best of {repeats}; "
       f"memory copies {rate / 1e9:.1f} GB/s")
 for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
-    report("uncached, once", 1, fastest(1, lambda: list(model.generate(prompts[0], new_tokens))))
     engine = Engine(model, tokenizer, batch_size)
     for rows in sorted({1, batch_size}):
-        bytes_read = step_bytes(rows, model.lm_head.weight.itemsize)
-        for name, params in ways.items():
-            seconds = fastest(repeats, functools.partial(engine.generate, prompts[:rows], params))
-            report(name, rows, seconds, f"MBU {bytes_read * new_tokens / seconds / rate:4.0%}")
+        seconds = fastest(repeats, functools.partial(engine.generate, prompts[:rows], greedy))
+        share = step_bytes(rows, model.lm_head.weight.itemsize) * new_tokens / seconds / rate
+        print(f"{dtype:8} batch {rows:3} {rows * new_tokens / seconds:8,.0f} tokens/s, MBU {share:4.0%}", flush=True)

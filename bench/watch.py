@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.zero import shard_model
 from nanochat.plan.memory import split_into_stages, state_bytes
+from nanochat.plan.step_trial import set_up_training
 from nanochat.plan.traffic import collectives
 from nanochat.runtime.collectives import gather_objects
 
@@ -108,10 +106,8 @@ class Watch(Sent):
 
     def __init__(self, rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str):
         super().__init__(rank, ranks)
-        self.model = GPT(config)
-        self.model.init_weights(seed=0)
-        self.sharding = shard_model(self.model, self.model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
-        self.optimizers = setup_optimizers(self.model, self.sharding)
+        self.model, self.sharding, self.optimizers = set_up_training(
+            config, getattr(torch, dtype), torch.device("cpu"), stage)
 
     def in_flight(self) -> list[Tensor | None]:
         """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""
