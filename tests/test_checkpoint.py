@@ -184,13 +184,10 @@ def test_saved_on_some_ranks_loaded_on_others_the_difference_is_zero(before, aft
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float32_masters_are_not_stored_twice_and_random_states_of_older_checkpoints_are_ignored(dtype, folder):
+def test_float32_masters_are_not_stored_twice(dtype, folder):
+    """They are the weights; that they are loaded is seen above."""
     path = save(folder, 3, Rank(dtype=dtype))
     assert (b"master." in (path / "optimizer_rank_00000.safetensors").read_bytes()) == (dtype == torch.bfloat16)
-    (path / "meta.json").write_text(json.dumps(read_meta(path) | {"rng": {"cpu": "no state"}}))
-    loaded = Rank(dtype=dtype, seed=9)
-    loaded.load(path)
-    assert_same([loaded], Rank(dtype=dtype))
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes(folder):

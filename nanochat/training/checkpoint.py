@@ -82,7 +82,8 @@ def problem_in_share(checkpoint: Path, training: bool, rank: int, world_size: in
     """`problem_with` those files that this rank reads; every rank reads the manifest."""
     try:
         sums = json.loads((checkpoint / "manifest.json").read_bytes())
-    except (OSError, ValueError):  # not there, not UTF-8, not JSON
+    # Missing, not UTF-8, or not JSON.
+    except (OSError, ValueError):
         return "manifest.json is missing or damaged"
     names = [name for name in sorted(sums) if training or not name.startswith("optimizer_rank_")]
     for name in names[rank::world_size]:
@@ -111,8 +112,8 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
     have = ", ".join(map(str, steps))
     if not steps:
         have = f"none; of other models: {', '.join(from_rank0(list_tags, folder.parent)) or 'none'}"
-    of_step = "" if step is None else f" of step {step}"
-    raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have})")
+    number = "" if step is None else f" of step {step}"
+    raise UserError(f"no valid checkpoint{number} in {folder} (steps there: {have})")
 
 
 def model_dir(source: str, model_tag: str | None) -> Path:
@@ -194,19 +195,22 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
     """
     from_rank0(recover_steps, folder)
     steps = from_rank0(list_steps, folder)
-    # Ranks that torchrun started again
+
+    # ---- Ranks that torchrun started again
     own = launchers()
     if from_rank0(has_written, own, folder):
         newest = find_checkpoint(folder)
         if wrote(own, read_meta(newest)):
             return newest
-    # A new run
+
+    # ---- A new run
     if resume_from_step < 0 and not (steps and resume == "auto"):
         if steps and not overwrite:
             raise UserError(f"{folder} has checkpoints; continue with --resume=auto, "
                             "choose another --model_tag, or --overwrite")
         return None
-    # A run that goes on
+
+    # ---- A run that goes on
     checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
     if not from_rank0(has_training_state, checkpoint):
         raise UserError(f"{checkpoint} has weights only, as an import has: no run can go on from it; start the next "
@@ -255,7 +259,8 @@ def wrote(launchers: list[str], meta: dict) -> bool:
 def has_written(launchers: list[str], folder: Path) -> bool:
     """Whether the folder has a checkpoint of these launchers, damaged or not."""
     for step in list_steps(folder):
-        with contextlib.suppress(OSError, ValueError):  # meta.json is damaged
+        # A damaged meta.json names no launcher.
+        with contextlib.suppress(OSError, ValueError):
             if wrote(launchers, read_meta(step_dir(folder, step))):
                 return True
     return False
@@ -299,8 +304,9 @@ def recover_steps(folder: Path) -> None:
     Put back the step that a run was replacing when it was killed, and remove what killed saves left. UserError while
     another run writes there.
     """
+    # A run that will be refused leaves nothing, not even the lock.
     if not folder.exists() and not lock_path(folder).exists():
-        return  # a run that will be refused leaves nothing
+        return
     with claim(folder):
         for left in folder.glob(".step_*"):
             recover_folder(folder / left.name.split(".")[1])

@@ -29,11 +29,13 @@ from nanochat.training.checkpoint import (
 from nanochat.training.records import describe_checkpoint, unfinished
 from nanochat.training.resharding import load_training_state, stored_weights
 
-# Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing.
+# Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing. Not
+# measured with large models.
 FEW = 3_000       # rows
 FEW_RATE = 0.3
 MOST_EPOCHS = 20
-LEAST_RATE = 0.02  # nanochat's, for 23,000 conversations
+# nanochat's rate, for 23,000 conversations.
+LEAST_RATE = 0.02
 
 
 class Start(NamedTuple):

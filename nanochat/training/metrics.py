@@ -21,8 +21,10 @@ from nanochat.runtime.stopping import Stopped, vote
 from nanochat.training.checkpoint import newest_saved
 from nanochat.training.records import duration, read_metrics
 
-EMA_DECAY = 0.9      # of the smoothed loss, per step
-MAX_BAD_STEPS = 10   # in a row without a finite loss and gradient: then a run ends
+# Decay per step of the smoothed loss: a mean over about ten steps.
+EMA_DECAY = 0.9
+# After as many steps in a row without a finite loss and gradient a run ends: it will not recover.
+MAX_BAD_STEPS = 10
 
 
 def require_wandb(run: str) -> None:
@@ -33,7 +35,8 @@ def require_wandb(run: str) -> None:
         import wandb
 
         wandb.login()
-    except Exception as error:  # a broken installation may raise anything
+    # A broken installation may raise anything.
+    except Exception as error:
         raise UserError(f"run={run} needs wandb, which does not work here: {error}; `pip install wandb` and "
                         "`wandb login`, set WANDB_MODE=offline, or leave out --run") from None
 
@@ -75,12 +78,14 @@ class Metrics:
         if is_rank0():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             records = read_metrics(self.path) if self.path.exists() else []
-            kept = [record for record in records if record["step"] < start_step]  # later steps will be logged again
+            # Later steps will be logged again.
+            kept = [record for record in records if record["step"] < start_step]
             write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
             if run:
                 import wandb  # optional, and slow to import
 
-                id_before = self.state.get("wandb")  # a resumed run continues there
+                # A resumed run continues under its id.
+                id_before = self.state.get("wandb")
                 self.wandb = wandb.init(project="nanochat", name=run, config=config, id=id_before, resume="allow",
                                         dir=os.environ.get("WANDB_DIR") or base_dir())
                 self.state["wandb"] = self.wandb.id
@@ -142,7 +147,8 @@ class Metrics:
         step, values, copied, tokens, record = self.pending
         self.pending = None
         if copied:
-            copied.synchronize()  # waits for the step before the one the device is at
+            # Waits for the step before the one that the device computes now.
+            copied.synchronize()
         loss, norm, ok, stops, saves = values.tolist()  # on the CPU by now
         state, dt = self.state, record["train/dt"]
         self.stop_requested |= stops > 0
@@ -154,7 +160,8 @@ class Metrics:
         else:
             state["skipped"] += 1
         state["elapsed"] += dt
-        if self.session_steps:  # the first step of a session compiles: its time says nothing about later ones
+        # The first step of a session compiles: its time says nothing about later ones.
+        if self.session_steps:
             self.session_seconds += dt
         self.session_steps += 1
         tok_per_sec = tokens / dt
@@ -198,11 +205,13 @@ class Metrics:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(self.unwritten)
             self.unwritten = ""
-        except OSError as error:  # a full disk, most often, where a line is worth less than the run
+        # A full disk, most often: a line is worth less than the run.
+        except OSError as error:
             if not warned:
                 print0(f"warning: {self.path} cannot be written: {error.strerror}; the run goes on, and writes it "
                        f"when it can; {newest_saved(self.path.parent)}")
-                self.unwritten = "\n" + self.unwritten  # part of it may be there: a line of its own
+                # Part of the line may be on the disk: the next try begins a new line.
+                self.unwritten = "\n" + self.unwritten
         if self.wandb:
             self.wandb.log(values, step=step)
 
@@ -234,5 +243,6 @@ def peak_memory() -> float:
     """The most GiB that this process has held so far: of its GPU, what the allocator took; else of host memory."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes: the system's unit
+    # macOS counts bytes, Linux KiB.
+    unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -11,8 +11,10 @@ MODEL_FILE = "model.safetensors"
 def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl in order of steps. A line that a kill cut short is left out."""
     records = []
-    for line in dict.fromkeys(path.read_text(encoding="utf-8").splitlines()):  # once each, after a full disk
-        with contextlib.suppress(json.JSONDecodeError):  # the resumed run wrote that step again on a line of its own
+    # Each line once: after a full disk a line may have been written twice.
+    for line in dict.fromkeys(path.read_text(encoding="utf-8").splitlines()):
+        # The resumed run wrote the step of a broken line again, on a line of its own.
+        with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records
 
@@ -27,7 +29,8 @@ def step_dir(folder: Path, step: int) -> Path:
 def list_steps(folder: Path) -> list[int]:
     """Steps that have a checkpoint folder, rising."""
     numbers = [path.name.removeprefix("step_") for path in folder.glob("step_*")]
-    return sorted(int(number) for number in numbers if number.isdecimal())  # 1000000 is newer than 999999
+    # As numbers: 1000000 is newer than 999999.
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def newest_step(folder: Path) -> Path | None:

@@ -71,10 +71,12 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
         saved = index_of([stack.enter_context(safe_open(path, framework="pt")) for path in paths])
         if problem := first_problem(next(mismatches(weights, saved, sharding, kept), None)):
             raise UserError(f"{checkpoint} does not fit this run: {problem}")
-        if sharding.zero_stage < 3:  # a rank has all weights; on stage 3 its shards, which are the masters
+        # A rank has all weights; on stage 3 it has its shards, which are the masters.
+        if sharding.zero_stage < 3:
             sharding.wait_for_params()
             for name, p in sharding.model.named_parameters():
-                p.copy_(weights.get_tensor(name))  # in float32 that is its master as well
+                # In float32 that is its master as well.
+                p.copy_(weights.get_tensor(name))
         elif not sharding.separate_masters:
             for s in sharding.shards:
                 s.master.copy_(weights.get_tensor(s.name).flatten()[s.start : s.end])
@@ -111,13 +113,14 @@ def mismatches(
     there = {}
     for name in weights.keys():
         stored = weights.get_slice(name)
-        there[name] = f"{tuple(stored.get_shape())} {stored[:0].dtype}"  # an empty slice: nothing is read
+        # The dtype of an empty slice: nothing is read.
+        there[name] = f"{tuple(stored.get_shape())} {stored[:0].dtype}"
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
-            found = f"{name} is {there.get(name, 'not')} there, but {here.get(name, 'not')} here"
-            yield f"{found} (other depth, arch or dtype?)"
+            yield (f"{name} is {there.get(name, 'not')} there, but {here.get(name, 'not')} here "
+                   "(other depth, arch or dtype?)")
     # Masters and moments, float32 in every run: all elements that this rank keeps must be in some file.
     for name, (start, end, _) in kept.items():
-        found = sum(high - low for low, high, _ in overlaps(saved.get(name, []), start, end))
-        if found < end - start:
+        covered = sum(high - low for low, high, _ in overlaps(saved.get(name, []), start, end))
+        if covered < end - start:
             yield f"{name} is not whole in its optimizer files (other optimizers?)"

@@ -62,7 +62,8 @@ def describe_change(before: list[list[bool]], after: list[list[bool]]) -> str:
     change = fmean(differences)
     margin = math.nan
     if len(differences) > 1:
-        margin = 1.96 * stdev(differences) / math.sqrt(len(differences))  # of a normal distribution
+        # 1.96 standard errors of a normal distribution.
+        margin = 1.96 * stdev(differences) / math.sqrt(len(differences))
     return (f"pass@1 from {accuracy(before):.1%} to {accuracy(after):.1%}, {100 * change:+.1f} points, "
             f"95% interval {100 * (change - margin):+.1f} to {100 * (change + margin):+.1f}, "
             f"paired over {len(differences):,} problems")

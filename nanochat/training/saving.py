@@ -49,11 +49,15 @@ from nanochat.training.checkpoint import (
 from nanochat.training.metrics import Metrics
 from nanochat.training.resharding import kept_state
 
-SAVE_MINUTES = 30  # between checkpoints that no setting asks for: a crash costs half an hour at most
-KEPT_BY_TIME = 2   # checkpoints that only time asked for: newer ones take their place
-SAVE_TIMEOUT = timedelta(minutes=30)       # for the slowest rank's disk; a rank that dies is noticed at once
-ALL_FAILED_WITHIN = timedelta(seconds=10)  # after an exception on this rank, for the others to have one as well
-COPY_TIMEOUT = 120  # seconds in which a save after an exception must have copied its tensors
+# Between checkpoints that no setting asks for: a crash costs half an hour at most. The newest two of these are kept:
+# one may be damaged.
+SAVE_MINUTES = 30
+KEPT_BY_TIME = 2
+# How long ranks wait for the slowest one's disk. A rank that dies is noticed at once: its connection closes.
+SAVE_TIMEOUT = timedelta(minutes=30)
+# After an exception: how long to wait for the other ranks to fail, too, and seconds to copy the tensors of a last save.
+ALL_FAILED_WITHIN = timedelta(seconds=10)
+COPY_TIMEOUT = 120
 
 Files = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # by name: the tensors of a file, and its metadata
 
@@ -72,7 +76,7 @@ class CheckpointWriter:
         self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
         self.lock: TextIO | None = None
         self.launchers = launchers()
-        # Steps that only time asked for, also of the run that goes on.
+        # Steps saved only because time was up, also by the run that goes on here.
         self.by_time: list[int] = from_rank0(self.take_folder, start_step, overwrite)
         last_acts.append(self.rescue)
         self.began = time.monotonic()  # the newest save, or the run
@@ -80,8 +84,9 @@ class CheckpointWriter:
         self.state: tuple[int, Metrics, dict] | None = None  # between two steps: step, metrics and meta to save
         self.thread: threading.Thread | None = None
         self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
+        # The thread has a group of its own: its messages must not mix with those of the main thread.
         self.group = None
-        if rank_and_size()[1] > 1:  # for the thread alone: its messages must not mix with those of the main thread
+        if rank_and_size()[1] > 1:
             self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
 
     def take_folder(self, start_step: int, overwrite: bool) -> list[int]:
@@ -159,7 +164,8 @@ class CheckpointWriter:
                        "model_config": vars(self.sharding.model.config)}
         self.began = time.monotonic()
         text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
-        self.saved = step  # not before: an interrupted copy has saved nothing
+        # Not before: an interrupted copy has saved nothing.
+        self.saved = step
         # Not a daemon: at the end of a run that fails the interpreter waits for it, instead of killing it in mid-write.
         self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
         self.thread.start()
@@ -185,11 +191,14 @@ class CheckpointWriter:
         if self.sharding.rank == 0:
             begin, publish = self.begin, self.publish
         try:
-            with contextlib.ExitStack() as stack:  # rank 0's has the folder to fill, and publishes it when it closes
-                aside = self.folder / self.share(begin, step, stack)[0]  # hosts may mount the shared disk elsewhere
-                sums = self.share(write_files, aside, files)
-                self.share(publish, step, stack, aside, sums, meta)
-        except Exception as error:  # of any rank; or a rank has died
+            # Rank 0's stack has the folder to fill, and publishes it when it closes.
+            with contextlib.ExitStack() as stack:
+                # The path is relative: hosts may mount the shared disk in different places.
+                aside = self.folder / self.gather_results(begin, step, stack)[0]
+                sums = self.gather_results(write_files, aside, files)
+                self.gather_results(publish, step, stack, aside, sums, meta)
+        # An error of any rank, or a rank has died.
+        except Exception as error:
             self.failed = step, error
             self.saved = -1
 
@@ -203,14 +212,16 @@ class CheckpointWriter:
         complete(aside, sums, self.tokenizer, meta)
         stack.close()
         print0(f"saved {step_dir(self.folder, step)}")
-        steps = [there for there in list_steps(self.folder) if there <= step]
-        too_old = [there for there in self.by_time if there in steps][:-KEPT_BY_TIME]  # in steps: a save can fail
+        steps = [old for old in list_steps(self.folder) if old <= step]
+        # Not all of by_time are on the disk: a save can fail.
+        too_old = [old for old in self.by_time if old in steps][:-KEPT_BY_TIME]
         if self.keep_last > 0:
             too_old += steps[: -self.keep_last]
         for old in too_old:
-            shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # in use (NFS): goes next time
+            # On NFS a file in use cannot be removed: it is removed at the next save.
+            shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)
 
-    def share(self, function: Callable | None, *args) -> list:
+    def gather_results(self, function: Callable | None, *args) -> list:
         """
         The function's results on all ranks (None: this rank has nothing to do), on every rank. An exception on any
         rank is raised on every rank.
@@ -219,7 +230,8 @@ class CheckpointWriter:
             result = function(*args) if function else None
         except (OSError, UserError) as error:
             result = error
-        except Exception:  # of any class, which another rank may not be able to rebuild
+        # The class may be one that another rank cannot rebuild, so only its text travels.
+        except Exception:
             result = RuntimeError(traceback.format_exc())
         results = gather_objects(result, self.group)
         for result in results:
@@ -247,20 +259,24 @@ class CheckpointWriter:
                 if self.sharding.zero_stage == 3:
                     raise UserError("on zero_stage=3 parameters may be half gathered")
                 set_timeout(ALL_FAILED_WITHIN, self.group)
-                if set(self.share(lambda: step)) != {step}:
+                if set(self.gather_results(lambda: step)) != {step}:
                     raise UserError("other ranks failed in another step")
                 set_timeout(SAVE_TIMEOUT, self.group)
                 watchdog.start()
             print0(f"saving step {step} before the run ends")
             self.checkpoint(asked_for=True)
-            watchdog.cancel()  # all is in host memory
+            # From here everything is in host memory.
+            watchdog.cancel()
             self.wait()
-        except BaseException as error:  # a second one must not hide the first
+        # A second error must not hide the first.
+        except BaseException as error:
             why, say = reason(error), print0
             if self.group and not isinstance(error, UserError):
                 why += "; that takes all ranks, and some have not failed, or are gone"
-                say = partial(print, flush=True)  # rank 0 may be one of them
-            with contextlib.suppress(OSError):  # the terminal may be gone
+                # Rank 0, which usually prints, may be one of them.
+                say = partial(print, flush=True)
+            # The terminal may be gone.
+            with contextlib.suppress(OSError):
                 lost = max(step, self.saved)
                 say(f"warning: step {lost} was not saved: {why}; {newest_saved(self.folder)}")
         finally:
@@ -296,7 +312,8 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
 
     files: Files = {}
     weights = {}
-    for name, tensor in sharding.whole_tensors():  # every rank must iterate: each tensor is gathered from all
+    # Every rank must iterate: each tensor is gathered from all.
+    for name, tensor in sharding.whole_tensors():
         if sharding.rank == 0:
             weights[name] = host_copy(tensor)
     if sharding.rank == 0:
@@ -324,22 +341,20 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """A safetensors file. OSError when the disk refuses."""
     try:
         save_file(tensors, path, metadata)
-    except SafetensorError as error:  # hides the system's refusal in its text
+    # safetensors hides the system's refusal in its text.
+    except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         raise
-    path.chmod(0o644)  # safetensors makes files private; a checkpoint is as readable as the data
+    # safetensors makes files private; a checkpoint is as readable as the data.
+    path.chmod(0o644)
 
 
 def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> None:
     """Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote."""
     (aside / "meta.json").write_text(meta)
     tokenizer.save(aside)
-    known: dict[str, str] = {}
-    for of_rank in sums:
-        known |= of_rank
-    for file in aside.iterdir():
-        if file.name not in known:
-            known[file.name] = sha256(file)
-    manifest = json.dumps(known, indent=1, sort_keys=True)
-    (aside / "manifest.json").write_text(manifest)
+    manifest = {file.name: sha256(file) for file in aside.iterdir() if file.suffix != ".safetensors"}
+    for rank_sums in sums:
+        manifest |= rank_sums
+    (aside / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True))

@@ -47,6 +47,7 @@ class Session:
         self.stop = StopRequest()
         self.stopped = False         # before this step, by a signal to some rank
         self.first_step = self.step  # which compiles
+        # The report's sections about the model that this run replaces.
         if not before:
             remove_sections(self.section, meta["data"], checkpoints.name)
 
@@ -77,12 +78,14 @@ class Session:
         Around the optimizers' steps and the gather: an error in here saves nothing, as parameters are half updated.
         Logs the step at its end, `step` is the next one then. lrm and tokens as `Metrics.log_step`.
         """
-        self.metrics.flush()  # reads the numbers of the step before: the one place where the host waits for a GPU
+        # Reads the numbers of the step before: the one place where the host waits for a GPU.
+        self.metrics.flush()
         self.saver.clear_state()
         yield
         self.metrics.log_step(self.step, stats.values, lrm, tokens)
+        # All ranks have compiled: shorter timeouts from here.
         if self.step == self.first_step:
-            after_first_step(*self.sharding.groups.values())  # all have compiled: shorter timeouts from here
+            after_first_step(*self.sharding.groups())
         self.step += 1
 
     def end(self) -> None:
