@@ -92,15 +92,15 @@ if floor is not None:
     bpb = evaluate_documents(model, documents, token_bytes, device_batch_size * max_seq_len)
     pairs = [(question.prompt, f" {question.answer}.") for question in held_out_questions()]
     answered = greedy_completes(model, tokenizer, pairs, device_batch_size * max_seq_len)
-    found: dict[str, float | str] = {
+    world_scores = {
         f"bits per byte of validation documents{elsewhere}": bpb,
         "their floor": floor,
         "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})",
         "held-out questions": f"{sum(answered) / len(answered):.1%}",
     }
-    for what, value in found.items():
+    for what, value in world_scores.items():
         print0(f"{what}: {cell(value)}")
-    results |= found
+    results |= world_scores
 
 write_section("base_eval", "Base model: evaluation", f"Model: {name}.\n\n{samples}", "base", results,
               data=trained_on, model_tag=checkpoint.parent.name)

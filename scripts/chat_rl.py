@@ -1,5 +1,5 @@
 """
-Reinforcement learning: the model answers, right answers are made likelier.
+Reinforcement learning: sample answers and reinforce the right ones.
 
     python -m scripts.chat_rl --task=arithmetic:hard
     torchrun --nproc_per_node=8 -m scripts.chat_rl --task=gsm8k
@@ -142,22 +142,23 @@ while True:
     # are rewarded alike there is no advantage, so no gradient: only the others are trained on
     with metrics.stoppable():
         rollouts = []
-        for of_rank in gather_objects(rollouts_of(step)):
-            rollouts += of_rank
+        for rank_rollouts in gather_objects(rollouts_of(step)):
+            rollouts += rank_rollouts
     if metrics.stop_requested:
         continue
     trained_on = [rollout for rollout in rollouts if rollout.advantage != 0]
-    # Shared out anew, the longest first: little padding, and no rank waits for another
+    # Deal them out again, longest first: little padding, and no rank waits for another.
     trained_on.sort(key=lambda rollout: len(rollout.ids), reverse=True)
-    micro_steps = by_step(trained_on, rows_per_micro_step) or [[]]  # of all ranks; empty rows, if there are none
+    # Rollouts of all ranks in each micro-step. Without any, one micro-step of empty rows: all ranks take part.
+    micro_steps = by_step(trained_on, rows_per_micro_step) or [[]]
 
     # --- one optimizer step, as in base_train: -sum of advantage * log p over the sampled tokens of all ranks, which
     # reduce_and_clip divides by their number
     step_loss = torch.zeros((), device=device)
-    for number, of_all_ranks in enumerate(micro_steps, 1):
-        of_this_rank = of_all_ranks[rank * device_batch_size :][:device_batch_size]
-        rows = [(rollout.ids, rollout.weights()) for rollout in of_this_rank]
-        longest = len(of_all_ranks[0].ids) if of_all_ranks else 0
+    for number, micro_batch in enumerate(micro_steps, 1):
+        mine = micro_batch[rank * device_batch_size :][:device_batch_size]
+        rows = [(rollout.ids, rollout.weights()) for rollout in mine]
+        longest = len(micro_batch[0].ids) if micro_batch else 0
         length = padded_length(longest, model.config.sequence_len, device)
         inputs, targets, weights = padded_batch(rows, device_batch_size, length, device)
         with sharding.accumulate(last=number == len(micro_steps)):
@@ -165,11 +166,11 @@ while True:
             loss.backward()
         step_loss += loss.detach()
 
-    # Every rank knows all rollouts, and gives its share of the count: the sum over the ranks is the number of tokens
+    # Every rank knows all rollouts and gives its share of the count, so that the sum over the ranks is their tokens.
     sampled_tokens = sum(sum(rollout.sampled) for rollout in rollouts) / world_size
     stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, *session.requests())
     rewards = rollout_stats(rollouts)
-    # Neither optimizer heeds a gradient's scale: one of fewer answers is noisier, and gets a shorter step.
+    # Neither optimizer depends on a gradient's scale. With fewer answers the gradient is noisier: a smaller rate.
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
     tokens = sum(len(rollout.ids) for rollout in trained_on)

@@ -110,7 +110,8 @@ model, tokenizer, sharding, optimizers = load_training(start, config, device, mo
 earlier = from_rank0(tasks_of, source, start.checkpoints.name)
 if keep:
     if not earlier:
-        raise UserError(f"keep={keep}: nothing says which tasks {start.origin} was trained on; name them in --tasks")
+        raise UserError(f"keep={keep}: the tasks that {start.origin} was trained on are not known; "
+                        "name them in --tasks")
     kept = make_mixture(earlier, "train", seed)[: round(keep * num_epochs * len(train_tasks))]
     print0(f"with {len(kept):,} conversations of {earlier}")
     train_tasks = Mixture([train_tasks] * num_epochs + [kept], seed)
@@ -118,19 +119,19 @@ if keep:
     conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1, "training on both")
     measured = without_parts(f"{tasks}, {earlier}")
 elif earlier and not task_names(earlier) & task_names(tasks):
-    print0(f"nothing of {earlier}, which the model was trained on before, is repeated: it will forget much of it; "
-           "--keep=1 adds as many conversations from there")
+    print0(f"none of the model's earlier tasks ({earlier}) is repeated, so it will forget much of them; --keep=1 mixes "
+           "in as many earlier conversations")
 measured_tasks = make_tasks(measured, "test")
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
 in_order = [index for epoch in range(num_epochs) for index in order(len(conversations), seed, epoch)]
 shape = batch_shape(target_examples_per_step, device_batch_size, max_seq_len, device, pad=True)
 steps = []  # the rows of each: a conversation, or several where the model keeps them apart
-for of_step in by_step(in_order, target_examples_per_step):
+for indices in by_step(in_order, target_examples_per_step):
     if model.config.document_token >= 0:
-        steps.append(balance(conversations.lengths, of_step, shape.rows_at_once, max_seq_len + 1))
+        steps.append(balance(conversations.lengths, indices, shape.rows_at_once, max_seq_len + 1))
     else:
-        steps.append([[index] for index in of_step])
+        steps.append([[index] for index in indices])
 num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, shape,
                                         "conversations")
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))

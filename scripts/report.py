@@ -1,4 +1,4 @@
-"""Put together what every stage found about a model."""
+"""Gather the results of all stages of a model in one report."""
 from configurator import configure
 
 model_tag = ""  # the model to report on; empty: the newest

@@ -214,14 +214,14 @@ def test_what_was_learned_before_is_kept_by_a_word(base):
     """As many of the old tasks' conversations as of these; nobody has to name them, and their scores are measured."""
     run_on_ranks(1, run_script, *stage_arguments(base, "mid", tasks="arithmetic:easy[:400]", num_iterations=1))
     printed, _ = learn_own(base, num_epochs=2, num_iterations=1)
-    assert "training: 60 conversations" in printed and "nothing of arithmetic:easy[:400], which" in printed
+    assert "training: 60 conversations" in printed and "earlier tasks (arithmetic:easy[:400]) is repeated" in printed
     few = {"eval_metrics_every": 1, "eval_metrics_max_problems": 2}
     printed, _ = learn_own(base, num_epochs=2, num_iterations=1, keep=1.5, **few)
     assert "training on both: 300 conversations" in printed  # 2 · 60 · 2.5
     assert "step 00001/00001 | Arithmetic easy" in printed
     gone = run_module("scripts.chat_sft", *arguments({"source": "base", "keep": 1, "tasks": "arithmetic[:9]",
                                                       "overwrite": True}))
-    assert gone.returncode == 1 and "nothing says which tasks base_checkpoints/tiny/step_000002 (" in gone.stderr
+    assert gone.returncode == 1 and "the tasks that base_checkpoints/tiny/step_000002 (" in gone.stderr
 
 
 def test_a_stage_trained_anew_replaces_the_model_that_is_talked_to(base):

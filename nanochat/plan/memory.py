@@ -248,16 +248,16 @@ class RankMemory:
         """Bytes besides the states at each moment at which memory can be fullest, in their order."""
         units = len(self.stage.units)
         layers = self.stage.layers
-        found = {}
+        moments = {}
         if self.is_last:
             head = FLOAT32 * self.config.padded_vocab_size * self.config.n_embd
-            found["loss"] = self.moment(units, len(layers), self.loss_temporaries())
+            moments["loss"] = self.moment(units, len(layers), self.loss_temporaries())
             # Two gradients of the head: it is scaled into a second tensor.
-            found["backward, head"] = self.moment(units, len(layers), 2 * head + 3 * self.stream)
+            moments["backward, head"] = self.moment(units, len(layers), 2 * head + 3 * self.stream)
         for i in reversed(range(len(layers))):
-            found[f"backward, block {layers[i]}"] = self.moment(
+            moments[f"backward, block {layers[i]}"] = self.moment(
                 i + self.is_first + 1, i + 1, self.block_temporaries(i))
-        return found | {"update": self.update()}
+        return moments | {"update": self.update()}
 
 
 # ---- A process on a device: the step, the process itself, and the waste of allocators

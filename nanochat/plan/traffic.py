@@ -38,18 +38,18 @@ def collectives(
     gathered = total * dtype.itemsize
     if zero_stage == 0:
         return [Collective("all-reduce", gradients, replicas, behind="backward")]
-    found = []
+    sent = []
     if shards > 1:
         # From stage 2 on no whole gradient is kept from one micro-step to the next.
         sums = micro_steps if zero_stage >= 2 else 1
-        found.append(Collective("reduce-scatter", gradients, shards, times=sums, behind="backward"))
+        sent.append(Collective("reduce-scatter", gradients, shards, times=sums, behind="backward"))
         if zero_stage < 3:
-            found.append(Collective("all-gather", gathered, shards, behind="forward"))
+            sent.append(Collective("all-gather", gathered, shards, behind="forward"))
         else:
             again = gathered - head * dtype.itemsize
-            found.append(Collective("all-gather", gathered, shards, times=micro_steps, behind="forward"))
-            found.append(Collective("all-gather", again, shards, times=micro_steps, behind="backward"))
-        found.append(Collective("all-to-all", muon * dtype.itemsize / shards, shards))
+            sent.append(Collective("all-gather", gathered, shards, times=micro_steps, behind="forward"))
+            sent.append(Collective("all-gather", again, shards, times=micro_steps, behind="backward"))
+        sent.append(Collective("all-to-all", muon * dtype.itemsize / shards, shards))
     if replicas > 1:
-        found.append(Collective("all-reduce", gradients / shards, replicas, shards, behind="backward"))
-    return found
+        sent.append(Collective("all-reduce", gradients / shards, replicas, shards, behind="backward"))
+    return sent

@@ -148,7 +148,7 @@ class CheckpointWriter:
         if failed:
             step, error = failed
             if isinstance(error, OSError):
-                raise UserError(f"step {step} was not saved: {reason(error)}; {newest_saved(self.folder)}") from error
+                raise UserError(self.not_saved(step, reason(error))) from error
             raise error
 
     # --- saving
@@ -174,8 +174,11 @@ class CheckpointWriter:
         """Say that the last save failed, if it did."""
         if self.failed:
             step, error = self.failed
-            print0(f"warning: step {step} was not saved: {reason(error)}{consequence}; {newest_saved(self.folder)}")
+            print0("warning: " + self.not_saved(step, reason(error) + consequence))
             self.failed = None
+
+    def not_saved(self, step: int, why: str) -> str:
+        return f"step {step} was not saved: {why}; {newest_saved(self.folder)}"
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the save under way. UserError if that takes longer than the timeout, in seconds."""
@@ -277,8 +280,7 @@ class CheckpointWriter:
                 say = partial(print, flush=True)
             # The terminal may be gone.
             with contextlib.suppress(OSError):
-                lost = max(step, self.saved)
-                say(f"warning: step {lost} was not saved: {why}; {newest_saved(self.folder)}")
+                say("warning: " + self.not_saved(max(step, self.saved), why))
         finally:
             watchdog.cancel()
 
