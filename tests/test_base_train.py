@@ -52,6 +52,13 @@ def train(*args, **settings):
     return run_module("scripts.base_train", *arguments(*args), **settings)
 
 
+def trained(*args, **settings):
+    """A run that must end well."""
+    result = train(*args, **settings)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 def checkpoint(base: Path, tag: str, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint: weights, masters, moments, step counts."""
     folder = base / "base_checkpoints" / tag / f"step_{step:06d}"
@@ -132,8 +139,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, monkeypat
         monkeypatch.setenv("CHANGE", f"{__name__}.{compiled.__name__}")
     args = [f"--dtype={dtype}", f"--compile={bool(compiled)}", f"--num_iterations={whole}", f"--save_every={half}",
             "--weight_decay=0.1", f"--arch={arch}"]
-    straight = train("--model_tag=straight", *args)
-    assert straight.returncode == 0, straight.stderr
+    straight = trained("--model_tag=straight", *args)
     assert f", {dtype}\n" in straight.stdout
     assert ("\ncompiling, " in straight.stdout) == bool(compiled), "there is no compiler"
     folder = base / "base_checkpoints"
@@ -142,8 +148,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, monkeypat
     lines = (folder / "straight" / "metrics.jsonl").read_text().splitlines(keepends=True)
     # As the stopped run would have left it: one step further than its checkpoint, cut short by the kill.
     (folder / "resumed" / "metrics.jsonl").write_text("".join(lines[: half + 1]) + lines[half + 1][:20])
-    resumed = train("--model_tag=resumed", f"--resume_from_step={half}", *args)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = trained("--model_tag=resumed", f"--resume_from_step={half}", *args)
     assert f"step {half:05d}" in resumed.stdout and f"step {half - 1:05d}/" not in resumed.stdout
     assert_same_run(base, "straight", "resumed", whole)
     lines = [[line for line in run.stdout.splitlines() if f"{whole - 1:05d}/" in line] for run in (straight, resumed)]
@@ -155,8 +160,7 @@ def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     args = ["--total_batch_size=-1", "--num_iterations=2", "--save_every=1", "--device_batch_size=64",
             "--dtype=bfloat16", "--weight_decay=0.1", "--warmup_steps=40",
             "--final_muon_momentum=0.8", "--arch=classic"]
-    straight = train("--model_tag=straight", *args)
-    assert straight.returncode == 0, straight.stderr
+    straight = trained("--model_tag=straight", *args)
     printed = re.search("rates: all x (.*) for this batch; weight decay x (.*) for", straight.stdout)
     lr, decay = map(float, printed.groups())
     assert lr == 0.5, "8,192 tokens are few"
@@ -165,15 +169,13 @@ def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     (folder / "resumed").mkdir()
     shutil.copytree(folder / "straight" / "step_000001", folder / "resumed" / "step_000001")
     shutil.copy(folder / "straight" / "metrics.jsonl", folder / "resumed")
-    resumed = train("--model_tag=resumed", "--resume=auto", *args)
-    assert resumed.returncode == 0, resumed.stderr
+    trained("--model_tag=resumed", "--resume=auto", *args)
     assert_same_run(base, "straight", "resumed", 2)
     longer = train("--model_tag=resumed", "--resume=auto", *args, "--num_iterations=3", "--total_batch_size=2048")
     assert f"rates: all x {lr:.4g} for this batch; weight decay x {decay:.4g}" in longer.stdout, longer.stderr
     meta = json.loads((folder / "straight" / "step_000002" / "meta.json").read_text())
-    given = train("--model_tag=given", *args, f"--total_batch_size={meta['total_batch_size']}", "--matrix_lr=0.01",
+    given = trained("--model_tag=given", *args, f"--total_batch_size={meta['total_batch_size']}", "--matrix_lr=0.01",
                   "--embedding_lr=0.1", "--unembedding_lr=0.002", f"--weight_decay={0.1 * meta['rate_scales'][1]}")
-    assert given.returncode == 0, given.stderr
     assert re.findall("rates: .*", given.stdout) == [
         "rates: as set, as the batch is given; --total_batch_size=-1 chooses the same one, with all rates x 0.5"]
     assert_same_run(base, "straight", "given", 2)
@@ -182,7 +184,7 @@ def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
 def test_killed_and_resumed_matches_an_undisturbed_run(base):
     """SIGKILL at some moment, with saves so frequent that it often hits one; --resume=auto finds what is whole."""
     args = ["--num_iterations=40", "--save_every=2", "--keep_last=3"]
-    assert train("--model_tag=undisturbed", *args).returncode == 0
+    trained("--model_tag=undisturbed", *args)
     process = start_with(WAITING_UPDATE, *args, "--model_tag=killed", python=warm_python())
     for line in process.stdout:
         if line.startswith("saved") and line.strip().endswith(("step_000012", "step_000014")):
@@ -226,8 +228,7 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
         first.kill()
         first.communicate()
     step = int(re.search(r"stopped after step (\d+)", printed)[1])
-    resumed = train("--model_tag=one", f"--num_iterations={step + 1}", "--resume=auto")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = trained("--model_tag=one", f"--num_iterations={step + 1}", "--resume=auto")
     assert f"step {step:05d}/" in resumed.stdout and f"step {step - 1:05d}/" not in resumed.stdout
 
 
@@ -260,13 +261,12 @@ def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
     """It fails at step 6, where no save is due: one error, a checkpoint of step 6, then the undisturbed run's end."""
     broken_bundle(base)
     args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1"]
-    assert train("--model_tag=straight", *args).returncode == 0
+    trained("--model_tag=straight", *args)
     failed = train("--model_tag=failed", *args, "--core_metric_every=6")
     assert failed.returncode == 1 and len(re.findall("^error: ", failed.stderr, re.MULTILINE)) == 1
     saved = f"saved {base}/base_checkpoints/failed/step_000006"
     assert failed.stdout.splitlines()[-2:] == ["saving step 6 before the run ends", saved]
-    resumed = train("--model_tag=failed", *args, "--resume=auto")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = trained("--model_tag=failed", *args, "--resume=auto")
     assert "step 00006/" in resumed.stdout and "step 00005/" not in resumed.stdout
     assert_same_run(base, "straight", "failed", 10)
 
@@ -286,9 +286,9 @@ def test_wrong_settings_are_found_before_anything_is_compiled(base):
 
 def test_a_laptop_trains_without_sizes_and_mid_training_takes_the_batch_of_pretraining(base):
     """Vocabulary and layers as small as a test needs; the rest is what this processor gets."""
-    trained = run_module("scripts.base_train", "--data=sums", "--depth=1", "--num_iterations=1", "--compile=False",
-                         "--device_type=cpu", "--sample_every=-1")
-    assert "batch: 8,192 tokens = 8 rows x 512 x 1 rank(s)" in trained.stdout, trained.stderr
+    laptop = run_module("scripts.base_train", "--data=sums", "--depth=1", "--num_iterations=1", "--compile=False",
+                        "--device_type=cpu", "--sample_every=-1")
+    assert "batch: 8,192 tokens = 8 rows x 512 x 1 rank(s)" in laptop.stdout, laptop.stderr
     went_on = run_module("scripts.mid_train", "--tasks=arithmetic:easy[:99]", "--num_iterations=1", "--compile=False",
                          "--device_type=cpu", "--eval_every=-1", "--device_batch_size=4")
     assert went_on.returncode == 0 and "1 steps of 16 rows, " in went_on.stdout, went_on.stderr
@@ -367,7 +367,7 @@ def start_with(change, *args, python=sys.executable, **environment):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_resumed_run_draws_no_weights(base, stage):
     """They are the checkpoint's; drawing takes ten seconds for a billion, on every rank."""
-    assert train("--num_iterations=1", f"--zero_stage={stage}").returncode == 0
+    trained("--num_iterations=1", f"--zero_stage={stage}")
     resumed = start_with(NO_DRAW, "--num_iterations=2", "--resume=auto", f"--zero_stage={stage}", python=warm_python())
     printed, errors = resumed.communicate(timeout=300)
     assert resumed.returncode == 0 and "step 00001/" in printed, errors
@@ -405,7 +405,7 @@ def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(b
     learning rate jumps; one that the checkpoint is past is refused, and the report stays as it was.
     """
     args = ["--num_iterations=9", "--save_every=3", "--model_tag=branch"]
-    assert train(*args).returncode == 0
+    trained(*args)
     refused = train(*args, "--resume_from_step=3")
     assert refused.returncode == 1 and "newer checkpoints than step 3: 6, 9; --overwrite removes them" in refused.stderr
     back = train("--num_iterations=5", "--save_every=3", "--keep_last=2", "--model_tag=branch", "--resume_from_step=3",
@@ -427,7 +427,7 @@ def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(b
 
 def test_bad_input_is_one_clear_line(base):
     """The value, what was expected, what to do; nothing that was there is lost."""
-    assert train("--num_iterations=1", "--model_tag=there").returncode == 0
+    trained("--num_iterations=1", "--model_tag=there")
     before = sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
     make(str(base / "texts"), "untokenized")
     cases = [
@@ -457,28 +457,28 @@ def test_bad_input_is_one_clear_line(base):
         assert len(errors) == 1 and expected in errors[0], f"{args}: {result.stderr}"
         assert "Traceback" not in result.stderr
     assert before == sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
-    assert train("--num_iterations=1", "--model_tag=there", "--overwrite").returncode == 0
+    trained("--num_iterations=1", "--model_tag=there", "--overwrite")
 
 
 def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base):
-    assert train("--num_iterations=2").returncode == 0
+    trained("--num_iterations=2")
     train_tokenizer("sums", 350)
     result = train("--num_iterations=4", "--resume=auto")
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "with another tokenizer" in result.stderr
     subprocess.run(re.search(r"put back its own, (cp \S+ \S+), ", result.stderr)[1], shell=True, check=True)
-    assert train("--num_iterations=4", "--resume=auto").returncode == 0
+    trained("--num_iterations=4", "--resume=auto")
 
 
 def test_data_that_a_model_was_trained_on_are_not_replaced(base_folder):
     """A folder that has grown: refused, with the model; who deletes the data is told by the run why it cannot go on."""
     make_sums(base_folder)
     texts = base_folder / "texts"
-    assert train("--num_iterations=2").returncode == 0
+    trained("--num_iterations=2")
     make(str(texts), "sums")  # the same again
     (texts / "new.txt").write_text("One more document.")
     with pytest.raises(UserError, match="data set 'sums' would change, and .*base_checkpoints.d1 could not be resumed"):
         make(str(texts), "sums")
-    assert train("--num_iterations=3", "--resume=auto").returncode == 0
+    trained("--num_iterations=3", "--resume=auto")
     shutil.rmtree(dataset_dir("sums"))
     make(str(texts), "sums")
     result = train("--num_iterations=4", "--resume=auto")
@@ -547,8 +547,7 @@ def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path)
     with the real one offline, where a resumed run continues under the same id. The compiler is not imported either.
     """
     (tmp_path / "wandb.py").write_text("raise RuntimeError('imported')")
-    quiet = train("--num_iterations=1", env={"PYTHONPATH": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}, fresh=True)
-    assert quiet.returncode == 0, quiet.stderr
+    quiet = trained("--num_iterations=1", env={"PYTHONPATH": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}, fresh=True)
     imported = {line.split("|")[-1].strip() for line in quiet.stderr.splitlines()}
     assert "nanochat.runtime.compiling" in imported and not imported & {"wandb", "torch._dynamo", "torch._inductor"}
     asked = train("--num_iterations=1", "--run=me", "--overwrite", env={"PYTHONPATH": str(tmp_path)}, fresh=True)
@@ -557,7 +556,6 @@ def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path)
     pytest.importorskip("wandb")
     offline = {"WANDB_MODE": "offline"}
     for steps, how in ((2, "--overwrite"), (3, "--resume=auto")):
-        real = train(f"--num_iterations={steps}", "--run=me", how, env=offline)
-        assert real.returncode == 0, real.stderr
+        trained(f"--num_iterations={steps}", "--run=me", how, env=offline)
     runs = list(base.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(runs) == 2 and len({path.name for path in runs}) == 1, "on disk: one run in two parts"

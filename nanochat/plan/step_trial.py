@@ -32,9 +32,11 @@ from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
 
-TIMEOUT = 900      # seconds; every rank compiles a whole model, perhaps with an empty cache
-STEPS = 9          # the first one compiles
-FREE_SHARE = 0.95  # of a GPU's free memory that a trial may take: a long run fragments more of it
+# Seconds: every rank compiles a whole model, perhaps with an empty cache.
+TIMEOUT = 900
+STEPS = 9
+# Part of a GPU's free memory that a trial may take: a long run fragments more of it.
+FREE_SHARE = 0.95
 
 
 # ---- A step, as base_train makes it
@@ -114,7 +116,7 @@ def rows_that_train(most: int, config: GPTConfig, *how, **settings) -> int:
 def main(
     config: dict, rows: int, dtype: str, device_type: str, compiled: bool, checkpointing: bool, micro_steps: int
 ) -> None:
-    """Some steps; the first one compiles, of the others the fastest counts. Prints what `try_steps` returns."""
+    """Run STEPS steps; the first one compiles. Prints the fastest of the others, as `try_steps` returns it."""
     _, _, device = compute_init(device_type)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -130,7 +132,7 @@ def main(
         train_step(model, sharding, optimizers, tokens, micro_steps)
         synchronize(device)
         times.append(time.perf_counter() - began)
-        # Waiting for other processes is no work of this one. A GPU works by itself.
+        # On a busy machine a step waits for a core, which says nothing about the model. A GPU is not shared like that.
         work = (time.process_time() - worked) / torch.get_num_threads()
         alone.append(work if device.type == "cpu" else times[-1])
     print0(1000 * min(alone[1:]), 1000 * min(times[1:]))
