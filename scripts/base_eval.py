@@ -25,7 +25,8 @@ import math
 
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor, held_out_questions, validation_documents
-from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
+from nanochat.data.batch_shape import BatchShape
+from nanochat.data.dataloader import document_loader, validation_rows
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_completes, sample
 from nanochat.runtime.console import print0
@@ -55,9 +56,8 @@ results: dict[str, float | str] = {}
 eval_rows = validation_rows(data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 for split, title in (("train", "training"), ("val", "validation")):
-    loader = tokenizing_distributed_data_loader(
-        data, split, tokenizer, num_rows=eval_rows, device_batch_size=device_batch_size, max_seq_len=max_seq_len,
-        rank=rank, world_size=world_size, device=device)
+    shape = BatchShape(device_batch_size, max_seq_len, rank, world_size, device)
+    loader = document_loader(data, split, tokenizer, shape, num_rows=eval_rows)
     bpb = evaluate_bpb(model, loader, eval_steps, token_bytes)
     results[f"{title} bits per byte{elsewhere}"] = bpb
     loader.close()

@@ -70,7 +70,9 @@ from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
-from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
+from nanochat.data.batch_shape import BatchShape
+from nanochat.data.dataloader import document_loader, validation_rows
+from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, sample
 from nanochat.model.fp8 import use_fp8
@@ -179,11 +181,9 @@ elif resume == "auto":
     print0(f"nothing to resume in {checkpoints}: starting from step 0")
 
 # ---- Data: the rows of a step depend on its number, the seed and the batch, not on how many ranks share them
-train_loader = tokenizing_distributed_data_loader(
-    data, "train", tokenizer, device_batch_size=micro_batches * device_batch_size, max_seq_len=max_seq_len,
-    grad_accum_steps=grad_accum_steps, rank=pipeline.dp_rank, world_size=pipeline.dp_ranks, device=device, seed=seed,
-    state=data_state, rows_per_step=total_batch_size // max_seq_len,
-)
+shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_rank, pipeline.dp_ranks, device)
+train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=total_batch_size // max_seq_len,
+                               seed=seed, state=data_state)
 eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
@@ -209,9 +209,8 @@ while True:
         with session.evaluation():
             evaluated = pipeline.whole_model(model, sharding)
             if validate:  # the same rows in every run, for any seed, batch and number of ranks
-                validation = tokenizing_distributed_data_loader(
-                    data, "val", tokenizer, device_batch_size=device_batch_size, max_seq_len=max_seq_len,
-                    rank=rank, world_size=world_size, device=device, num_rows=eval_rows)
+                eval_shape = BatchShape(device_batch_size, max_seq_len, rank, world_size, device)
+                validation = document_loader(data, "val", tokenizer, eval_shape, num_rows=eval_rows)
                 metrics.log_validation(step, evaluate_bpb(evaluated, validation, eval_steps, token_bytes))
                 validation.close()
             if measure_core:

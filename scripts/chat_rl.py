@@ -59,7 +59,8 @@ import math
 
 import torch
 
-from nanochat.data.conversation_loader import by_step, order
+from nanochat.data.batch_shape import BatchShape, chunks
+from nanochat.data.conversation_loader import shuffled
 from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.inference.sampling import SamplingParams
@@ -87,14 +88,14 @@ start = find_start("rl", source, config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
 # ---- Problems: which ones each step takes
-in_order = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
-steps = by_step(in_order, examples_per_step)
+numbers = [number for epoch in range(num_epochs) for number in shuffled(len(problems), seed, epoch)]
+steps = chunks(numbers, examples_per_step)
 num_iterations = len(steps) if num_iterations == -1 else min(num_iterations, len(steps))
 data_state = {"origin": start.origin, "task": task, "problems": len(problems), "seed": seed,
               "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
 require_same_data(start, data_state)
 print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, on {world_size} rank(s)")
-rows_per_micro_step = device_batch_size * world_size
+shape = BatchShape(device_batch_size, model.config.sequence_len, rank, world_size, device)
 
 # At temperature 1, from all tokens: samples of another policy than the trained one would need importance weights
 sampling = SamplingParams(max_new_tokens, temperature=1.0, top_k=0, seed=seed)
@@ -149,17 +150,15 @@ while True:
     trained_on = [rollout for rollout in rollouts if rollout.advantage != 0]
     # Deal them out again, longest first: little padding, and no rank waits for another.
     trained_on.sort(key=lambda rollout: len(rollout.ids), reverse=True)
-    # Rollouts of all ranks in each micro-step. Without any, one micro-step of empty rows: all ranks take part.
-    micro_steps = by_step(trained_on, rows_per_micro_step) or [[]]
+    micro_steps = shape.micro_steps(trained_on)
 
     # --- one optimizer step, as in base_train: -sum of advantage * log p over the sampled tokens of all ranks, which
     # reduce_and_clip divides by their number
     step_loss = torch.zeros((), device=device)
-    for number, micro_batch in enumerate(micro_steps, 1):
-        mine = micro_batch[rank * device_batch_size :][:device_batch_size]
-        rows = [(rollout.ids, rollout.weights()) for rollout in mine]
-        longest = len(micro_batch[0].ids) if micro_batch else 0
-        length = padded_length(longest, model.config.sequence_len, device)
+    for number, of_all_ranks in enumerate(micro_steps, 1):
+        rows = [(rollout.ids, rollout.weights()) for rollout in shape.of_this_rank(of_all_ranks)]
+        longest = len(of_all_ranks[0].ids) if of_all_ranks else 0
+        length = padded_length(longest, shape.max_seq_len, device)
         inputs, targets, weights = padded_batch(rows, device_batch_size, length, device)
         with sharding.accumulate(last=number == len(micro_steps)):
             loss = model(inputs, targets, reduction="sum", weights=weights)

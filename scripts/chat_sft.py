@@ -57,14 +57,8 @@ config = configure(globals())
 
 import torch
 
-from nanochat.data.conversation_loader import (
-    RenderedConversations,
-    balance,
-    by_step,
-    conversation_loader,
-    micro_steps,
-    order,
-)
+from nanochat.data.batch_shape import chunks
+from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, shuffled
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
@@ -124,24 +118,24 @@ elif earlier and not task_names(earlier) & task_names(tasks):
 measured_tasks = make_tasks(measured, "test")
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
-in_order = [index for epoch in range(num_epochs) for index in order(len(conversations), seed, epoch)]
-shape = batch_shape(target_examples_per_step, device_batch_size, max_seq_len, device, pad=True)
-steps = []  # the rows of each: a conversation, or several where the model keeps them apart
-for indices in by_step(in_order, target_examples_per_step):
+numbers = [number for epoch in range(num_epochs) for number in shuffled(len(conversations), seed, epoch)]
+shape = batch_shape(target_examples_per_step, device_batch_size, max_seq_len, device)
+steps = []  # the rows of each step: a row is one conversation, or several where the model keeps them apart
+for examples in chunks(numbers, target_examples_per_step):
     if model.config.document_token >= 0:
-        steps.append(balance(conversations.lengths, indices, shape.rows_at_once, max_seq_len + 1))
+        steps.append(balance(conversations.lengths, examples, shape.rows_per_micro_step, max_seq_len + 1))
     else:
-        steps.append([[index] for index in indices])
+        steps.append([[number] for number in examples])
 num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, shape,
                                         "conversations")
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
-held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
-held_out_steps = by_step(held_out_rows, shape.rows_at_once)
+held_out_rows = [[number] for number in shuffled(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
+held_out_steps = shape.micro_steps(held_out_rows)
 
 session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
                   data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
-loader = conversation_loader(conversations, steps, shape, session.step)
+loader = conversation_loader(conversations, steps, shape, pad=True, start_step=session.step)
 inputs, targets = next(loader)
 
 while True:
@@ -158,7 +152,7 @@ while True:
     if validate or measure_tasks:
         with session.evaluation():
             if validate:
-                validation = conversation_loader(held_out, held_out_steps, shape)
+                validation = conversation_loader(held_out, held_out_steps, shape, pad=True)
                 with eagerly():  # a GPU would compile all lengths again, for passes without gradients
                     bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
                 metrics.log_validation(step, bpb)
@@ -182,7 +176,7 @@ while True:
     step_loss = torch.zeros((), device=device)
     step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
     step_tokens = 0
-    grad_accum_steps = micro_steps(len(steps[step]), shape.rows_at_once)
+    grad_accum_steps = len(shape.micro_steps(steps[step]))
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient

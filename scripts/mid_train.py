@@ -49,14 +49,8 @@ config = configure(globals())
 
 import torch
 
-from nanochat.data.conversation_loader import (
-    RenderedConversations,
-    by_step,
-    conversation_loader,
-    micro_steps,
-    order,
-    pack,
-)
+from nanochat.data.batch_shape import chunks
+from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, pack, shuffled
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.console import print0
@@ -93,20 +87,20 @@ rows_per_step, rest = divmod(total_batch_size, max_seq_len)
 if rest or not rows_per_step:
     raise UserError(f"total_batch_size={total_batch_size} must be a multiple of max_seq_len={max_seq_len}: "
                     "a step takes whole rows")
-shape = batch_shape(rows_per_step, device_batch_size, max_seq_len, device, pad=False)
+shape = batch_shape(rows_per_step, device_batch_size, max_seq_len, device)
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
-rows = pack(conversations.lengths.tolist(), order(len(conversations), seed, epoch=0), max_seq_len + 1)
+rows = pack(conversations.lengths.tolist(), shuffled(len(conversations), seed, epoch=0), max_seq_len + 1)
 print0(f"{len(rows):,} rows, {len(conversations.ids) / (len(rows) * (max_seq_len + 1)):.1%} filled")
-steps = by_step(rows, rows_per_step)
+steps = chunks(rows, rows_per_step)
 num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, shape)
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
-held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed=0, epoch=0), max_seq_len + 1)
-held_out_steps = by_step(held_out_rows[: max(eval_tokens // max_seq_len, 1)], shape.rows_at_once)
+held_out_rows = pack(held_out.lengths.tolist(), shuffled(len(held_out), seed=0, epoch=0), max_seq_len + 1)
+held_out_steps = shape.micro_steps(held_out_rows[: max(eval_tokens // max_seq_len, 1)])
 
 session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
                   total_batch_size, data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
-loader = conversation_loader(conversations, steps, shape, session.step)
+loader = conversation_loader(conversations, steps, shape, pad=False, start_step=session.step)
 inputs, targets = next(loader)
 
 while True:
@@ -120,7 +114,7 @@ while True:
     # --- evaluation of the same parameters
     if is_due(step, num_iterations, eval_every):
         with session.evaluation():
-            validation = conversation_loader(held_out, held_out_steps, shape)
+            validation = conversation_loader(held_out, held_out_steps, shape, pad=False)
             bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
             metrics.log_validation(step, bpb)
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
@@ -132,7 +126,7 @@ while True:
     # gradients are sums, and reduce_and_clip divides them by the number of targets of all ranks and micro-steps.
     step_loss = torch.zeros((), device=device)
     step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
-    grad_accum_steps = micro_steps(len(steps[step]), shape.rows_at_once)
+    grad_accum_steps = len(shape.micro_steps(steps[step]))
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient

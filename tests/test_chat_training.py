@@ -15,7 +15,7 @@ from conftest import make_sums, run_module
 from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
 
-from nanochat.data.conversation_loader import order
+from nanochat.data.conversation_loader import shuffled
 from nanochat.data.task import Task
 from nanochat.eval import loss_eval
 from nanochat.eval.task_eval import seed_with
@@ -303,7 +303,7 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
     reward_lengths()
     model, tokenizer, _ = load_checkpoint(find_model("base", "tiny"), torch.device("cpu"))
     task = make_task(settings["task"], "train")
-    rollouts = sample_rollouts(task, order(len(task), 0, 0)[:problems], model, tokenizer, 3,
+    rollouts = sample_rollouts(task, shuffled(len(task), 0, 0)[:problems], model, tokenizer, 3,
                                seed_with(SamplingParams(6, 1.0, 0, seed=0), 0), 64)
     model, loss, trained_on = model.double(), 0.0, 0
     for number, r in enumerate(rollouts):

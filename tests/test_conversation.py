@@ -5,17 +5,9 @@ from collections import Counter
 
 import pytest
 
+from nanochat.data.batch_shape import BatchShape, chunks
 from nanochat.data.conversation import check_conversation, recent, render, render_parts, render_prompt
-from nanochat.data.conversation_loader import (
-    BatchShape,
-    RenderedConversations,
-    balance,
-    by_step,
-    conversation_loader,
-    micro_steps,
-    order,
-    pack,
-)
+from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, pack, shuffled
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 
@@ -30,6 +22,10 @@ def shown(ids: list[int]) -> str:
     return TOKENIZER.decode(ids)
 
 
+def trained(rendered) -> str:
+    return shown(i for i, m in zip(*rendered) if m)
+
+
 TOOL = {"messages": [
     said("system", "Be brief."), said("user", "What is 12*3?"),
     said("assistant", [{"type": "text", "text": "Let me see. "}, {"type": "python", "text": "12*3"},
@@ -40,27 +36,25 @@ TOOL = {"messages": [
 
 def test_only_what_the_assistant_writes_is_trained():
     """Tool output, user text and the tokens that announce a turn are read; a special token in a text stays text."""
-    ids, mask = render(TOKENIZER, TOOL)
-    assert shown(ids) == (
+    rendered = render(TOKENIZER, TOOL)
+    assert shown(rendered.ids) == (
         "<|bos|><|user_start|>Be brief.\n\nWhat is 12*3?<|user_end|><|assistant_start|>Let me see. <|python_start|>12*3"
         "<|python_end|><|output_start|>36<|output_end|>36<|assistant_end|><|user_start|><|assistant_end|> Thanks"
         "<|user_end|><|assistant_start|>Bye<|assistant_end|>"
     )
-    trained = "Let me see. <|python_start|>12*3<|python_end|>36<|assistant_end|>Bye<|assistant_end|>"
-    assert shown(i for i, m in zip(ids, mask) if m) == trained
-    assert ids.count(TOKENIZER.encode_special("<|assistant_end|>")) == 2, "the user's is spelled out"
+    assert trained(rendered) == "Let me see. <|python_start|>12*3<|python_end|>36<|assistant_end|>Bye<|assistant_end|>"
+    assert rendered.ids.count(TOKENIZER.encode_special("<|assistant_end|>")) == 2, "the user's is spelled out"
 
 
 def test_an_answer_of_weight_0_is_read_and_not_learned():
     """Its end neither; what stands between two texts of one turn is learned with the second."""
     wrong, right = [{"type": "text", "text": "No", "weight": 0}], [{"type": "text", "text": "Yes", "weight": 1}]
     messages = [said("user", "A"), said("assistant", wrong), said("user", "B"), said("assistant", right)]
-    for ordered, trained in ((messages, "Yes<|assistant_end|>"), (messages[::-1], "Yes<|assistant_end|>"),
-                             ([*messages[:2], messages[3]], "\n\nYes<|assistant_end|>"),
-                             ([messages[0], messages[3], messages[1]], "Yes")):
-        ids, mask = render(TOKENIZER, {"messages": ordered})
-        assert shown(i for i, m in zip(ids, mask) if m) == trained
-        assert "No" in shown(ids) and "Yes" in shown(ids)
+    for ordered, expected in ((messages, "Yes<|assistant_end|>"), (messages[::-1], "Yes<|assistant_end|>"),
+                              ([*messages[:2], messages[3]], "\n\nYes<|assistant_end|>"),
+                              ([messages[0], messages[3], messages[1]], "Yes")):
+        rendered = render(TOKENIZER, {"messages": ordered})
+        assert trained(rendered) == expected and "No" in shown(rendered.ids)
 
 
 def dialogue(rng: random.Random) -> list[list[dict]]:
@@ -93,14 +87,15 @@ def test_every_answer_that_fits_alone_is_learned_once_with_all_turns_before_that
         parts, left_out = render_parts(TOKENIZER, {"messages": system + sum(exchanges, [])}, limit)
         assert left_out == sum(any(one.mask) for one in alone) - len(expected)
         learned = []
-        for ids, mask in parts:
+        for part in parts:
+            ids, mask = part
             numbers = [int(i) for i in re.findall(r"\?(\d+)q*<\|user_end", shown(ids))]
             start, stop = numbers[0], numbers[-1] + 1
-            assert ids == between(start, stop).ids and len(ids) <= limit
-            new = [int(i) for i in re.findall(r"=(\d+)", shown(i for i, m in zip(ids, mask) if m))]
-            whole = between(start, stop).mask
-            first = len(ids) - len(between(start, new[0]).ids) if new[0] > start else len(ids)
-            assert new and not any(mask[:-first]) and mask[-first:] == whole[-first:]
+            whole = between(start, stop)
+            assert ids == whole.ids and len(ids) <= limit
+            new = [int(i) for i in re.findall(r"=(\d+)", trained(part))]
+            context = len(between(start, new[0]).ids) if new[0] > start else 0
+            assert mask == [0] * context + whole.mask[context:]
             if start:  # no turn more would have fitted
                 assert len(between(start - 1, stop).ids) > limit
                 seen["context" if new[0] > start else "none fits"] += 1
@@ -135,15 +130,12 @@ def test_the_prompt_is_what_comes_before_the_answer():
     assert render_prompt(TOKENIZER, {"messages": TOOL["messages"][:-1]}) == prompt
 
 
-PART = {"type": "python", "text": "1"}
-
-
 @pytest.mark.parametrize("messages, expected", [
     ([said("system", "A"), said("system", "B"), said("user", "C"), said("user", "D")], "<U>A\n\nB\n\nC\n\nD</U><A>"),
     ([said("user", "A"), said("assistant", "B"), said("system", "C"), said("user", "D")],
      "<U>A</U><A>B</A><U>C\n\nD</U><A>"),
     ([said("system", "S"), said("assistant", "Hi"), said("user", "A")], "<U>S</U><A>Hi</A><U>A</U><A>"),
-    ([said("user", "A"), said("assistant", "B"), said("assistant", [PART])], "<U>A</U><A>B<P>1</P>"),
+    ([said("user", "A"), said("assistant", "B"), said("assistant", [{"type": "python", "text": "1"}])], "<U>A</U><A>B<P>1</P>"),
     ([said("assistant", "Once")], "<A>Once"),
 ])
 def test_what_clients_send_in_any_order(messages, expected):
@@ -202,19 +194,21 @@ def test_packing_loses_no_token_and_fills_rows():
     """Every conversation whole in exactly one row; rows are nearly full although nothing is cut."""
     rendered = RenderedConversations(some(2000), TOKENIZER, 129)
     assert len(rendered) == 2000
-    rows = pack(rendered.lengths.tolist(), order(2000, seed=3, epoch=0), 129)
+    order = shuffled(2000, seed=3, epoch=0)
+    rows = pack(rendered.lengths.tolist(), order, 129)
     assert sorted(i for row in rows for i in row) == list(range(2000))
-    lengths = [sum(rendered.lengths[i] for i in row) for row in rows]
+    lengths = list(map(rendered.row_length, rows))
     assert max(lengths) <= 129 and sum(lengths) > 0.97 * 129 * len(rows)
-    assert rows[0][0] == order(2000, seed=3, epoch=0)[0], "the one that waited longest comes first"
+    assert rows[0][0] == order[0], "the one that waited longest comes first"
 
 
 @pytest.mark.parametrize("unit", [1, 4, 100])
 def test_balanced_rows_have_each_conversation_once_and_hardly_any_padding(unit):
-    lengths = RenderedConversations(some(90), TOKENIZER, 129).lengths
+    rendered = RenderedConversations(some(90), TOKENIZER, 129)
+    lengths = rendered.lengths
     rows = balance(lengths, list(range(90)), unit, 129)
     assert sorted(i for row in rows for i in row) == list(range(90))
-    sums = [int(sum(lengths[i] for i in row)) for row in rows]
+    sums = list(map(rendered.row_length, rows))
     assert max(sums) <= 129 and (unit > 50 or sum(lengths) > 0.85 * 129 * (len(rows) - unit)), "no row to spare"
     assert unit > 50 or max(sums) - min(sums) <= max(lengths), "the last one went to the shortest"
     assert len(rows) % unit == 0 or len(rows) == 90
@@ -224,32 +218,30 @@ def test_balanced_rows_have_each_conversation_once_and_hardly_any_padding(unit):
 def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
     """Each conversation's targets once, in the same step, for 1, 2 and 3 ranks; rows that are missing are empty."""
     rendered = RenderedConversations(some(50), TOKENIZER, 129)
-    rows = pack(rendered.lengths.tolist(), order(50, 0, 0), 129) if not pad else [[i] for i in order(50, 0, 0)]
+    order = shuffled(50, 0, 0)
+    steps = chunks([[i] for i in order] if pad else pack(rendered.lengths.tolist(), order, 129), 7)
 
-    def steps(device_batch_size: int, world_size: int, start_step: int = 0) -> list[list[str]]:
-        """The targets of each row that has any, by step."""
-        found, per_step = [], 7
-        shapes = [BatchShape(device_batch_size, 128, pad, rank, world_size) for rank in range(world_size)]
-        loaders = [conversation_loader(rendered, by_step(rows, per_step), shape, start_step) for shape in shapes]
-        for _ in range(start_step, -(-len(rows) // per_step) + 1):
-            found.append([])
-            of_step = by_step(rows, per_step)[len(found) + start_step - 1 :][:1]
-            for _ in range(micro_steps(sum(map(len, of_step)), device_batch_size * world_size)):
+    def targets_of(device_batch_size: int, world_size: int, start_step: int = 0) -> list[list[str]]:
+        """The targets of each row that has any, by step; the last step is one after the end."""
+        shapes = [BatchShape(device_batch_size, 128, rank, world_size) for rank in range(world_size)]
+        loaders = [conversation_loader(rendered, steps, shape, pad, start_step) for shape in shapes]
+        texts = []
+        for step in [*steps, []][start_step:]:
+            texts.append([])
+            for _ in shapes[0].micro_steps(step):
                 batches = [next(loader) for loader in loaders]
-                assert len({inputs.shape for inputs, _ in batches}) == 1 and batches[0][0].size(0) == device_batch_size
-                for inputs, targets in batches:
-                    for x, y in zip(inputs.tolist(), targets.tolist()):
-                        kept = [(a, b) for a, b in zip(x, y) if b >= 0]
-                        found[-1] += [shown(b for _, b in kept)] if kept else []
-            found[-1].sort()
-        return found
+                ((rows, length),) = {tuple(inputs.shape) for inputs, _ in batches}
+                assert rows == device_batch_size and (pad or length == 128)
+                for row in (row for _, targets in batches for row in targets.tolist()):
+                    texts[-1] += [shown(token for token in row if token >= 0)]
+        return [sorted(filter(None, step)) for step in texts]
 
-    expected = steps(1, 1)
-    assert sum(len(step) for step in expected) == len(rows) and expected[-1] == [], "then there is nothing more"
-    assert sum(text.count("<|assistant_end|>") for step in expected for text in step) == 50
+    expected = targets_of(1, 1)
+    assert sum(map(len, expected)) == sum(map(len, steps)) and expected[-1] == []
+    assert "".join(sum(expected, [])).count("<|assistant_end|>") == 50
     for device_batch_size, world_size in ((7, 1), (2, 1), (1, 2), (2, 3)):
-        assert steps(device_batch_size, world_size) == expected
-    assert steps(2, 3, start_step=2) == expected[2:], "as after a resume"
+        assert targets_of(device_batch_size, world_size) == expected
+    assert targets_of(2, 3, start_step=2) == expected[2:], "as after a resume"
 
 
 def test_conversations_that_cannot_be_trained_on_are_an_error():

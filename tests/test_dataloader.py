@@ -1,5 +1,6 @@
 """Rows of tokens: every token once, the same rows on any number of ranks, exact continuation."""
 import itertools
+import json
 import math
 from collections import Counter
 
@@ -11,12 +12,8 @@ import torch
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.data.dataloader import (
-    RowPlanner,
-    TokenizedShards,
-    tokenizing_distributed_data_loader,
-    validation_rows,
-)
+from nanochat.data.batch_shape import BatchShape
+from nanochat.data.dataloader import RowPlanner, TokenizedShards, document_loader, validation_rows
 from nanochat.data.shard_reader import dataset_dir, iter_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
@@ -33,141 +30,136 @@ def source(tmp_path):
         return " ".join(f"w{rng.integers(50)}" for _ in range(count))
 
     texts = [f"<{i}> {words(40 if i % 10 == 0 else rng.integers(0, 6))} </{i}>" for i in range(600)]
-    folder = tmp_path / "own"
-    folder.mkdir()
-    pq.write_table(pa.table({"text": texts}), folder / "a.parquet")
-    make(str(folder), "own", shard_mb=0.012)
-    assert len(split_shards("own", "train")) >= 2
+    pq.write_table(pa.table({"text": texts}), tmp_path / "own.parquet")
+    make(str(tmp_path / "own.parquet"), shard_mb=0.012)
     return "own", learn_tokenizer(texts, 400)
 
 
-def loader(source, **settings):
+def loader(source, rank: int = 0, world_size: int = 1, rows: int = 2, split: str = "train", **settings):
     data, tokenizer = source
-    settings = {"tokenizer": tokenizer, "split": "train", "device_batch_size": 2, "max_seq_len": T} | settings
-    return tokenizing_distributed_data_loader(data, **settings)
+    return document_loader(data, split, tokenizer, BatchShape(rows, T, rank, world_size), **settings)
 
 
-def documents(source, split="train"):
+def documents(source, split: str = "train") -> list[tuple[int, ...]]:
     """Independent of the loader."""
     data, tokenizer = source
     return [tuple(tokenizer.encode(text)) for text in iter_texts(data, split)]
 
 
 def test_an_epoch_uses_every_token_once_and_every_row_begins_with_bos(source):
-    """Pieces glued back together by their place in the token files are exactly the documents, in both epochs."""
+    """Spans glued together by their place in the token files are exactly the documents, in both epochs."""
     data, tokenizer = source
-    shards = TokenizedShards(data, "train", tokenizer)
-    planner = RowPlanner(shards, T + 1, seed=3)
+    assert len(split_shards(data, "train")) >= 2
+    planner = RowPlanner(TokenizedShards(data, "train", tokenizer), T + 1, seed=3)
     seen = Counter()  # (shard, position of a token) -> how often it was a target
-    wanted = sum(map(len, documents(source)))
-    while min(seen.values(), default=0) < 2 or len(seen) < wanted:
+    wholes = documents(source)
+    wanted = sum(map(len, wholes))
+    while sum(seen.values()) < 3 * wanted:
         row = planner.next_row()
         assert sum(end - start + 1 for _, start, end in row) == T + 1, "every position of a row is used"
         for shard, start, end in row:
             seen.update((shard, position) for position in range(start, end))
-        if planner.epoch > 3:
-            break
-    assert len(seen) == wanted
     # A buffer of documents separates the epochs: no token is more than one epoch ahead of another.
-    assert set(seen.values()) <= {2, 3, 4} and max(seen.values()) - min(seen.values()) <= 2
-    lines = planner.read([planner.next_row() for _ in range(20)])
-    bos = tokenizer.get_bos_token_id()
-    assert (lines[:, 0] == bos).all()
-    pieces = [tuple(piece) for line in lines for piece in split_at(line.tolist(), bos)]
-    wholes = set(documents(source))
+    assert len(seen) == wanted and set(seen.values()) <= {2, 3, 4}
+    lines = planner.read([planner.next_row() for _ in range(20)], places=21).tolist()
+    assert lines.pop() == [0] * (T + 1), "a place without a row"
+    pieces = []
+    for line in lines:
+        starts = [i for i, token in enumerate(line) if token == tokenizer.get_bos_token_id()]
+        assert starts[0] == 0
+        pieces += [tuple(line[a + 1 : b]) for a, b in itertools.pairwise([*starts, T + 1])]
     spelled = "".join(f"|{','.join(map(str, whole))}|" for whole in wholes)
     assert all(",".join(map(str, piece)) in spelled for piece in pieces), "pieces are documents or parts of one"
     assert sum(piece in wholes for piece in pieces) > len(pieces) / 2, "best fit cuts few"
 
 
-def split_at(ids, bos):
-    at = [i for i, token in enumerate(ids) if token == bos] + [len(ids)]
-    return [ids[a + 1 : b] for a, b in itertools.pairwise(at)]
-
-
-def steps_of(source, count, world_size, grad_accum_steps, **settings):
+def steps_of(source, count: int, world_size: int, micro_steps: int, rows: int, **settings) -> list[torch.Tensor]:
     """The rows of each optimizer step, put in the order of global micro-batches m · world_size + rank."""
-    settings |= {"world_size": world_size, "grad_accum_steps": grad_accum_steps}
-    ranks = [loader(source, rank=rank, **settings) for rank in range(world_size)]
-    return [torch.cat([next(rank)[0] for _ in range(grad_accum_steps) for rank in ranks]) for _ in range(count)]
+    settings["rows_per_step"] = rows * world_size * micro_steps
+    ranks = [loader(source, rank, world_size, rows, **settings) for rank in range(world_size)]
+    return [torch.cat([next(rank).inputs for _ in range(micro_steps) for rank in ranks]) for _ in range(count)]
 
 
 def test_rows_of_a_step_do_not_depend_on_ranks_or_micro_steps(source):
-    alone = steps_of(source, 30, 1, 12, device_batch_size=1)
-    for world_size, accumulation, rows in ((1, 6, 2), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)):
-        other = steps_of(source, 30, world_size, accumulation, device_batch_size=rows)
-        assert all(torch.equal(a, b) for a, b in zip(alone, other, strict=True)), (world_size, accumulation)
-    assert not torch.equal(alone[0], steps_of(source, 1, 1, 12, device_batch_size=1, seed=1)[0])
+    alone = torch.cat(steps_of(source, 30, 1, 12, 1))
+    for world_size, micro_steps, rows in ((1, 6, 2), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)):
+        assert torch.equal(alone, torch.cat(steps_of(source, 30, world_size, micro_steps, rows)))
+    assert not torch.equal(alone[:12], steps_of(source, 1, 1, 12, 1, seed=1)[0])
 
 
 def test_ranks_that_do_not_divide_a_step_share_its_rows(source):
     """Four micro-batches on three ranks: in the last micro-step two have targets that count for nothing."""
-    alone = loader(source, device_batch_size=8)
-    ranks = [loader(source, rank=rank, world_size=3, grad_accum_steps=2, rows_per_step=8) for rank in range(3)]
+    alone = loader(source, rows=8)
+    ranks = [loader(source, rank, 3, rows_per_step=8) for rank in range(3)]
     for _ in range(30):
-        batches = [next(rank)[:2] for _ in range(2) for rank in ranks]
-        inputs, targets, _ = next(alone)
-        assert torch.equal(torch.cat([batch[0] for batch in batches[:4]]), inputs)
-        assert torch.equal(torch.cat([batch[1] for batch in batches[:4]]), targets)
-        assert all((batch[1] == -1).all() for batch in batches[4:])
+        inputs, targets = (torch.cat(parts) for parts in zip(*[next(rank)[:2] for _ in range(2) for rank in ranks]))
+        expected = next(alone)
+        assert torch.equal(inputs[:8], expected.inputs) and torch.equal(targets[:8], expected.targets)
+        assert (targets[8:] == -1).all() and len(targets) == 12
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7, 40])
 def test_resuming_continues_with_the_very_next_rows(source, stop):
     """At any step, into later epochs, on another number of ranks: the state of a step yields that step again."""
-    straight = steps_of(source, stop + 25, 1, 4, device_batch_size=1)
-    batches = loader(source, grad_accum_steps=4, device_batch_size=1)
+    straight = steps_of(source, stop + 25, 1, 4, 1)
+    batches = loader(source, rows=1, rows_per_step=4)
     for _ in range(4 * stop):
         next(batches)
-    state = next(batches)[2]  # prefetched, not consumed: the checkpoint is written now
-    resumed = steps_of(source, 25, 2, 2, device_batch_size=1, state=state)
-    assert all(torch.equal(a, b) for a, b in zip(straight[stop:], resumed, strict=True))
+    state = json.loads(json.dumps(next(batches).step_state))  # later rows were read ahead by now
+    assert torch.equal(torch.cat(straight[stop:]), torch.cat(steps_of(source, 25, 2, 2, 1, state=state)))
 
 
 def test_resume_refuses_other_data_tokenizer_or_settings(source):
-    state = next(loader(source))[2]
-    other = learn_tokenizer(["something else entirely"], 270)
-    for what, setting in (("seed", {"seed": 5}), ("max_seq_len", {"max_seq_len": 16}), ("split", {"split": "val"}),
-                          ("data", {"state": state | {"data": "0" * 64}}), ("tokenizer", {"tokenizer": other})):
+    data, tokenizer = source
+    state = next(loader(source)).step_state
+    other = (data, learn_tokenizer(["something else entirely"], 270))
+    for what, of, setting in (
+        ("seed", source, {"seed": 5}), ("split", source, {"split": "val"}), ("tokenizer", other, {}),
+        ("data", source, {"state": state | {"data": "0" * 64}}),
+        ("max_seq_len", source, {"state": state | {"max_seq_len": 16}}),
+    ):
         with pytest.raises(UserError, match=f"cannot continue exactly: {what} is not what the checkpoint was trained"):
-            next(loader(source, **{"state": state} | setting))
+            next(loader(of, **{"state": state} | setting))
 
 
 def test_a_validation_is_at_most_one_pass(source):
     """A row of T targets is T + 1 tokens of the split."""
     total = sum(len(ids) + 1 for ids in documents(source, "val"))
     one_pass = validation_rows(*source, 10**9, T)
-    assert one_pass * (T + 1) <= total < (one_pass + 1) * (T + 1) and total // T > one_pass
+    assert one_pass == total // (T + 1) < total // T
     assert [validation_rows(*source, tokens, T) for tokens in (1, 3 * T, 4 * T - 1)] == [1, 3, 3]
     assert validation_rows(*source, 10**9, 10**6) == 1
 
 
 def test_the_first_rows_are_the_same_for_any_batch_and_ranks(source):
-    """Of seven rows all targets count, and of those that fill the last batch none does."""
-    expected = [next(rows)[:2] for rows in [loader(source, split="val", device_batch_size=1)] for _ in range(7)]
-    for world_size, batch in ((1, 1), (1, 7), (1, 16), (2, 1), (2, 3), (3, 2)):
-        settings = {"split": "val", "device_batch_size": batch, "world_size": world_size, "num_rows": 7}
-        ranks = [loader(source, rank=rank, **settings) for rank in range(world_size)]
-        batches = [next(rank) for _ in range(math.ceil(7 / (batch * world_size))) for rank in ranks]
-        inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
-        assert torch.equal(inputs[:7], torch.cat([row for row, _ in expected]))
-        assert torch.equal(targets[:7], torch.cat([row for _, row in expected]))
+    """All targets of the first seven rows count, and none of the rows that fill the last batch."""
+    expected = next(loader(source, split="val", rows=7))
+    for world_size, rows in ((1, 1), (1, 16), (2, 1), (2, 3), (3, 2)):
+        ranks = [loader(source, rank, world_size, rows, "val", num_rows=7) for rank in range(world_size)]
+        batches = [next(rank)[:2] for _ in range(math.ceil(7 / (rows * world_size))) for rank in ranks]
+        inputs, targets = map(torch.cat, zip(*batches))
+        assert torch.equal(inputs[:7], expected.inputs) and torch.equal(targets[:7], expected.targets)
         assert torch.all(targets[7:] == -1) and torch.all(inputs >= 0)
 
 
 def test_a_corpus_smaller_than_a_row_says_so(source):
+    data, tokenizer = source
     with pytest.raises(UserError, match=r"tokens, fewer than one row of max_seq_len \+ 1 = 100001"):
-        next(loader(source, max_seq_len=100_000))
+        next(document_loader(data, "train", tokenizer, BatchShape(2, 100_000)))
 
 
 def test_the_token_cache_is_made_once_and_belongs_to_data_and_tokenizer(source, monkeypatch):
-    data, tokenizer = source
+    data, _ = source
+
+    def token_files() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in (dataset_dir(data) / "tokens").glob("*.npy")}
+
     rows = loader(source)
     for _ in range(200):  # more than an epoch: the background thread has been at every shard
         next(rows)
     rows.close()
-    files = {path.name: path.stat().st_mtime_ns for path in (dataset_dir(data) / "tokens").glob("*.npy")}
+    files = token_files()
     assert len(files) == len(split_shards(data, "train"))
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized again"))
     next(loader(source))
-    assert files == {path.name: path.stat().st_mtime_ns for path in (dataset_dir(data) / "tokens").glob("*.npy")}
+    assert files == token_files()

@@ -12,14 +12,8 @@ from ranks import Job, run_on_ranks
 
 from nanochat.data import conversation_loader as loader_module
 from nanochat.data.conversation import render, render_parts
-from nanochat.data.conversation_loader import (
-    BatchShape,
-    RenderedConversations,
-    balance,
-    conversation_loader,
-    micro_steps,
-    order,
-)
+from nanochat.data.batch_shape import BatchShape
+from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, shuffled
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
@@ -53,12 +47,12 @@ def one_step(
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     sharding = shard_model(model, model.units(), torch.device("cpu"), torch.float32, stage)
     conversations = RenderedConversations([conversation(i) for i in range(EXAMPLES)], TOKENIZER, 65)
-    rows = [[i] for i in order(EXAMPLES, 0, 0)]
-    shape = BatchShape(device_batch_size, 64, True, rank, world_size)
+    rows = [[i] for i in shuffled(EXAMPLES, 0, 0)]
+    shape = BatchShape(device_batch_size, 64, rank, world_size)
     if together:
-        rows = balance(conversations.lengths, order(EXAMPLES, 0, 0), shape.rows_at_once, 65)
-    loader = conversation_loader(conversations, [rows], shape)
-    grad_accum_steps = micro_steps(len(rows), shape.rows_at_once)
+        rows = balance(conversations.lengths, shuffled(EXAMPLES, 0, 0), shape.rows_per_micro_step, 65)
+    loader = conversation_loader(conversations, [rows], shape, pad=True)
+    grad_accum_steps = len(shape.micro_steps(rows))
     step_loss, step_targets = torch.zeros(()), torch.zeros(())
     for micro_step in range(grad_accum_steps):
         inputs, targets = next(loader)

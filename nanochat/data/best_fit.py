@@ -5,6 +5,7 @@ A row begins with the item that has waited longest, so that none waits for ever.
 still fits is added, again and again. Where none fits, the policies differ: pretraining cuts the longest
 (dataloader.py), a conversation is never cut and the row ends (conversation_loader.py).
 """
+import sys
 from bisect import bisect_left, insort
 
 
@@ -13,6 +14,7 @@ class WaitingItems:
 
     def __init__(self) -> None:
         self.items: dict[int, tuple] = {}           # by key, the oldest first
+        # A sorted list, not a tree or a heap: among a few hundred items, moving the rest of a list costs nothing.
         self.by_length: list[tuple[int, int]] = []  # (length, key), rising
 
     def add(self, key: int, item: tuple) -> None:
@@ -26,10 +28,10 @@ class WaitingItems:
         del self.by_length[bisect_left(self.by_length, (item[0], key))]
         return item
 
-    def take_longest(self, space: int, or_any: bool = False) -> tuple | None:
-        """The longest item of at most `space` tokens. Where none fits: None, or with or_any the longest of all."""
-        index = bisect_left(self.by_length, (space + 1,)) - 1
-        if index < 0 and not or_any:
-            return None
-        _, key = self.by_length.pop(index)  # -1 is the longest of all
+    def take_longest(self, space: int = sys.maxsize - 1) -> tuple:
+        """The longest item of at most `space` tokens; an empty tuple if none fits."""
+        index = bisect_left(self.by_length, (space + 1,))
+        if index == 0:
+            return ()
+        _, key = self.by_length.pop(index - 1)
         return self.items.pop(key)

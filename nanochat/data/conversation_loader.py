@@ -6,15 +6,14 @@ rank knows how many steps there are and what each of them holds.
 """
 import hashlib
 import heapq
-import math
+import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from nanochat.data.batch_shape import BatchShape
 from nanochat.data.best_fit import WaitingItems
 from nanochat.data.conversation import Conversation, render_parts
 from nanochat.data.padding import Row, padded_batch, padded_length
@@ -59,10 +58,8 @@ class RenderedConversations:
             raise UserError(f"none of the {count} conversations can be trained on: "
                             f"an answer must fit into max_seq_len={max_tokens - 1}")
         self.starts = np.cumsum(self.lengths) - self.lengths
-        content = hashlib.sha256()
-        for array_of_all in (self.ids, self.masks, self.lengths):
-            content.update(array_of_all.data)
-        self.fingerprint = content.hexdigest()
+        content = self.ids.tobytes() + self.masks.tobytes() + self.lengths.tobytes()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
         answers = self.masks[self.ids == tokenizer.encode_special("<|assistant_end|>")].sum()
         long = f"; {split:,} are longer than {max_tokens - 1} tokens: {len(self):,} parts in all" if split else ""
         lost = f"; {too_long:,} are too long even alone and left out" if too_long else ""
@@ -87,17 +84,17 @@ class RenderedConversations:
         return ids, weights
 
 
-def order(count: int, seed: int, epoch: int) -> list[int]:
-    """The shuffled order of `count` conversations in an epoch."""
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    """The numbers of `count` conversations in the order of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(count).tolist()
 
 
-def pack(lengths: Sequence[int], order: list[int], row_len: int) -> Rows:
+def pack(lengths: Sequence[int], conversations: list[int], row_len: int) -> Rows:
     """
     Rows of at most row_len tokens, each conversation whole in exactly one of them: best fit among the next
     BUFFER_CONVERSATIONS, see best_fit.py. A row ends when none of those fits.
     """
-    upcoming = iter(order)
+    upcoming = iter(conversations)
     rows: Rows = []
     waiting = WaitingItems()
     while True:
@@ -132,54 +129,24 @@ def balance(lengths: Any, conversations: list[int], unit: int, row_len: int) -> 
     return [row for _, _, row in rows if row]
 
 
-def by_step(items: list, per_step: int) -> list[list]:
-    """The items of each optimizer step."""
-    return [items[start : start + per_step] for start in range(0, len(items), per_step)]
-
-
-def micro_steps(rows: int, rows_at_once: int) -> int:
-    """Of an optimizer step with this many rows, over all ranks: one of empty rows, where there are none."""
-    return max(math.ceil(rows / rows_at_once), 1)
-
-
-class BatchShape(NamedTuple):
-    """How rows become batches of ranks."""
-
-    rows: int               # of a rank and micro-step; not every one of them is filled
-    max_seq_len: int        # tokens of a row, at most
-    pad: bool               # only to the length that `padded_length` says, not to max_seq_len
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = torch.device("cpu")
-
-    @property
-    def rows_at_once(self) -> int:
-        """Of all ranks, in a micro-step."""
-        return self.rows * self.world_size
-
-
 def conversation_loader(
-    conversations: RenderedConversations, steps: list[Rows], shape: BatchShape, start_step: int = 0,
+    conversations: RenderedConversations, steps: list[Rows], shape: BatchShape, pad: bool, start_step: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """
     Yields (inputs, targets), (B, T) int64, of each micro-step of this rank, from the first of start_step on.
 
-    steps: the rows of each step; `micro_steps` says how many it has. The longest come first; this rank takes the
-    micro-batches m · world_size + rank. Past the last row come empty ones without targets, so a step need not have a
-    multiple of anything.
+    steps: the rows of each optimizer step; those of similar lengths go into one micro-step, the longest first. After
+        the last step every micro-step is empty.
+    pad: T is the `padded_length` of a micro-step's longest row, the same on all ranks; else T is max_seq_len.
     """
-    step = start_step
-    while True:
-        step_rows = steps[step] if step < len(steps) else []
+    for step in itertools.count(start_step):
         # Rows of similar lengths together: little padding, and no rank waits for another.
-        step_rows = sorted(step_rows, key=conversations.row_length, reverse=True)
-        for of_all_ranks in by_step(step_rows, shape.rows_at_once) or [[]]:
-            own = of_all_ranks[shape.rank * shape.rows :][: shape.rows]
-            batch = [conversations.read(row) for row in own]
+        step_rows = sorted(steps[step] if step < len(steps) else [], key=conversations.row_length, reverse=True)
+        for rows in shape.micro_steps(step_rows):
             length = shape.max_seq_len
-            if shape.pad:
-                longest = max(map(conversations.row_length, of_all_ranks), default=0)
-                length = padded_length(longest, length, shape.device)  # the same on all ranks
-            inputs, targets, _ = padded_batch(batch, shape.rows, length, shape.device)
+            if pad:
+                longest = conversations.row_length(rows[0]) if rows else 0
+                length = padded_length(longest, length, shape.device)
+            own = [conversations.read(row) for row in shape.of_this_rank(rows)]
+            inputs, targets, _ = padded_batch(own, shape.device_batch_size, length, shape.device)
             yield inputs, targets
-        step += 1

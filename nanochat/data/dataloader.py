@@ -1,32 +1,45 @@
 """
 Text → rows of tokens, the same rows on any number of ranks.
 
-Three steps. Each shard is tokenized once, in the background, into a file of token ids beside the data (2 bytes per
-token): later epochs, evaluations and restarts read it by memory map. A planner packs documents into rows; it needs
-only lengths, so every rank plans all rows and no communication is needed. Each rank then copies out its own rows.
+1. Each shard is tokenized once, in the background, into a file of token ids beside the data (2 bytes per token): later
+   epochs, evaluations and restarts read it by memory map.
+2. A planner packs documents into rows. It needs only lengths, so every rank plans all rows without communication.
+3. Each rank copies out its own rows of every micro-step, in a thread, some micro-steps early.
 """
 import functools
+import sys
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.data.batch_shape import BatchShape
 from nanochat.data.best_fit import WaitingItems
 from nanochat.data.shard_reader import dataset_dir, fingerprint, shard_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import locked, write_aside
 
-BUFFER_DOCUMENTS = 512  # what best fit chooses from; more leaves fewer cuts, and makes the state larger
-ENCODE_BATCH = 1024     # documents handed to the tokenizer's threads at a time
-OPEN_SHARDS = 64        # token files open at a time, each a file descriptor; macOS gives a process 256
+# Documents among which best fit chooses. More of them leave fewer cuts, and make the state in a checkpoint larger.
+BUFFER_DOCUMENTS = 512
+ENCODE_BATCH = 1024  # documents that the tokenizer's threads get at a time
+# Token files that are open at a time. Each is a file descriptor, and macOS gives a process 256.
+OPEN_SHARDS = 64
 
-Piece = tuple[int, int, int]  # (shard, start, end): these tokens of a shard
-Batches = Generator[tuple[Tensor, Tensor, dict]]  # inputs, targets, state
+# (shard, start, end): a document or a part of one, the tokens [start, end) of a shard. In a row it begins with a <|bos|>
+# of its own. A plain tuple: a NamedTuple makes the loader a quarter slower.
+Span = tuple[int, int, int]
+
+
+class Batch(NamedTuple):
+    inputs: Tensor      # (B, T) int64
+    targets: Tensor     # (B, T) int64, one position ahead of the inputs; −1 where there is no row
+    step_state: dict    # where the optimizer step of this batch begins
 
 
 class TokenizedShards:
@@ -72,20 +85,14 @@ class TokenizedShards:
 
 class RowPlanner:
     """
-    Packs documents into rows of `row_len` tokens; a row is a list of pieces (shard, start, end), each to be read as
-    <|bos|> and the tokens [start, end).
+    Packs documents into rows of `row_len` tokens, the spans of a row one after the other.
 
     Best fit, see best_fit.py; where none fits, the longest is cut: its head fills the row, its tail goes back as a
     document with a <|bos|> of its own. Every token is used once per epoch and every position of a row is trained.
     Documents come in an order drawn from (seed, epoch).
     """
 
-    POSITION = ("epoch", "shard_position", "document_position", "ordinal", "epoch_tokens")
-    epoch: int
-    shard_position: int
-    document_position: int
-    ordinal: int
-    epoch_tokens: int
+    POSITION = ("epoch", "shard_position", "document_position", "epoch_tokens")  # as `documents` counts
 
     def __init__(self, shards: TokenizedShards, row_len: int, seed: int, state: dict | None = None):
         self.shards = shards
@@ -94,142 +101,134 @@ class RowPlanner:
         # At most a small part of the corpus: documents that still wait are not seen in this epoch.
         documents = sum(entry["rows"] for entry in shards.entries)
         self.capacity = max(min(BUFFER_DOCUMENTS, documents // 32), 1)
+        state = state or dict.fromkeys(self.POSITION, 0) | {"ordinal": 0, "buffer": []}
+        self.position = tuple(state[key] for key in self.POSITION)
+        self.upcoming = self.documents(*self.position)
+        self.ordinal = state["ordinal"]  # the next span's place among all that ever waited
         self.waiting = WaitingItems()
-        state = state or {**dict.fromkeys(self.POSITION, 0), "buffer": []}
-        for key in self.POSITION:
-            setattr(self, key, state[key])
         for ordinal, shard, start, end in state["buffer"]:
             self.waiting.add(ordinal, (end - start + 1, shard, start, end))
-        self.open_shard()
 
     def state(self) -> dict:
         """Everything the rows to come depend on, as JSON."""
-        buffer = [(ordinal, *piece) for ordinal, (_, *piece) in self.waiting.items.items()]
-        return {key: getattr(self, key) for key in self.POSITION} | {"buffer": buffer}
+        buffer = [(ordinal, *span) for ordinal, (_, *span) in self.waiting.items.items()]
+        return dict(zip(self.POSITION, self.position)) | {"ordinal": self.ordinal, "buffer": buffer}
+
+    def documents(self, epoch: int, first_shard: int, first_document: int, epoch_tokens: int) -> Iterator[Span]:
+        """The documents from a position on, epoch after epoch without end. Empty ones are passed over."""
+        while True:
+            order = self.permutation(len(self.shards.entries), epoch).tolist()
+            for shard_position, shard in enumerate(order[first_shard:], first_shard):
+                _, offsets = self.shards.load(shard)
+                # The next shard is tokenized while this one is read. An error in that thread shows when it is loaded.
+                for following in order[shard_position + 1 :][:1]:
+                    self.shards.background.submit(self.shards.load, following)
+                # As lists in the order of reading: numbers are read one at a time, and an array is slow at that.
+                documents = self.permutation(len(offsets) - 1, epoch, shard)[first_document:]
+                starts = (offsets[documents] + 1).tolist()
+                ends = offsets[1:][documents].tolist()
+                for document_position, (start, end) in enumerate(zip(starts, ends), first_document + 1):
+                    if end > start:
+                        epoch_tokens += end - start + 1
+                        self.position = epoch, shard_position, document_position, epoch_tokens
+                        yield shard, start, end
+                first_document = 0
+            # Without this a corpus that is smaller than a row would be read for ever: a row waits for enough of it.
+            if epoch_tokens < self.row_len:
+                where = f"data {self.shards.data!r} ({self.shards.split})"
+                raise UserError(f"{where} has {epoch_tokens} tokens, fewer than one row of max_seq_len + 1 = "
+                                f"{self.row_len}; add text or lower max_seq_len")
+            epoch += 1
+            first_shard = epoch_tokens = 0
 
     def permutation(self, size: int, *key: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, self.epoch, *key]).permutation(size)
+        return np.random.default_rng([self.seed, *key]).permutation(size)
 
-    def open_shard(self) -> None:
-        order = self.permutation(len(self.shards.entries)).tolist()
-        self.shard = order[self.shard_position]
-        _, offsets = self.shards.load(self.shard)
-        if self.shard_position + 1 < len(order):  # is tokenized meanwhile; an error shows when it is loaded
-            self.shards.background.submit(self.shards.load, order[self.shard_position + 1])
-        documents = self.permutation(len(offsets) - 1, self.shard)
-        # Python's integers: lists are faster than arrays where one number is read at a time.
-        self.starts = (offsets[:-1][documents] + 1).tolist()
-        self.ends = offsets[1:][documents].tolist()
-
-    def add_document(self) -> None:
-        """Let the next document wait; they continue into further epochs without end. An empty one is passed over."""
-        while self.document_position == len(self.starts):
-            self.document_position = 0
-            self.shard_position += 1
-            if self.shard_position == len(self.shards.entries):
-                if self.epoch_tokens < self.row_len:
-                    where = f"data {self.shards.data!r} ({self.shards.split})"
-                    raise UserError(f"{where} has {self.epoch_tokens} tokens, fewer than one row of max_seq_len + 1 = "
-                                    f"{self.row_len}; add text or lower max_seq_len")
-                self.epoch += 1
-                self.shard_position = 0
-                self.epoch_tokens = 0
-            self.open_shard()
-        start = self.starts[self.document_position]
-        end = self.ends[self.document_position]
-        self.document_position += 1
-        if end > start:
-            self.epoch_tokens += end - start + 1  # with its <|bos|>
-            self.wait(self.shard, start, end)
-
-    def wait(self, shard: int, start: int, end: int) -> None:
-        self.waiting.add(self.ordinal, (end - start + 1, shard, start, end))
+    def enqueue(self, shard: int, start: int, end: int) -> None:
+        self.waiting.add(self.ordinal, (end - start + 1, shard, start, end))  # one token more: its <|bos|>
         self.ordinal += 1
 
-    def next_row(self) -> list[Piece]:
-        row: list[Piece] = []
+    def next_row(self) -> list[Span]:
+        row: list[Span] = []
         space = self.row_len
         while space:
             while len(self.waiting.items) < self.capacity:
-                self.add_document()
+                self.enqueue(*next(self.upcoming))
             if row:
-                length, shard, start, end = self.waiting.take_longest(space, or_any=True)
+                length, shard, start, end = self.waiting.take_longest(space) or self.waiting.take_longest()
             else:
                 length, shard, start, end = self.waiting.take_oldest()
             if length > space:
                 cut = start + space - 1  # the <|bos|> takes one place
-                self.wait(shard, cut, end)
+                self.enqueue(shard, cut, end)
                 end = cut
             row.append((shard, start, end))
             space -= end - start + 1
         return row
 
-    def read(self, rows: list[list[Piece]]) -> np.ndarray:
-        """The tokens of planned rows, (rows, row_len) int64."""
-        bos = self.shards.tokenizer.get_bos_token_id()
-        out = np.empty((len(rows), self.row_len), dtype=np.int64)
+    def read(self, rows: list[list[Span]], places: int) -> np.ndarray:
+        """The tokens of planned rows, (places, row_len) int64. Places without a row are zeros."""
+        bos = np.array([self.shards.tokenizer.get_bos_token_id()])
+        out = np.empty((places, self.row_len), dtype=np.int64)
+        out[len(rows) :] = 0
         for line, row in zip(out, rows):
             parts = []
             for shard, start, end in row:
                 tokens, _ = self.shards.load(shard)
-                parts += [[bos], tokens[start:end]]
+                parts += [bos, tokens[start:end]]
             np.concatenate(parts, out=line, casting="unsafe")
         return out
 
 
-def tokenizing_distributed_data_loader(
-    data: str, split: str, tokenizer: Tokenizer, *,
-    device_batch_size: int, max_seq_len: int, grad_accum_steps: int = 1, rank: int = 0, world_size: int = 1,
-    seed: int = 0, device: torch.device | str = "cpu", state: dict | None = None, num_rows: int | None = None,
-    rows_per_step: int | None = None,
-) -> Batches:
+def document_loader(
+    data: str, split: str, tokenizer: Tokenizer, shape: BatchShape, *,
+    rows_per_step: int = 0, seed: int = 0, state: dict | None = None, num_rows: int = sys.maxsize,
+) -> Iterator[Batch]:
     """
-    Yields (inputs, targets, state) without end: (B, T) int64 on the device, targets one position ahead.
+    Yields the batches of this rank, on its device, without end.
 
-    The rows of an optimizer step are a function of data, tokenizer, seed, rows per step and max_seq_len. Micro-step m
-    of this rank takes their micro-batch m · world_size + rank.
+    The rows of an optimizer step are a function of data, tokenizer, seed, rows_per_step and max_seq_len. They are dealt
+    out as `BatchShape.micro_steps` and `of_this_rank` say.
 
-    state: where the step of this batch begins. A loader made from it yields that step again, from its first micro-batch
-        on, on any number of ranks. UserError when it belongs to other data, tokenizer or settings.
-    num_rows: evaluate exactly these first rows. Later targets are −1, so a sum does not depend on ranks or batch size.
-    rows_per_step: over all ranks, at most as many as their micro-steps hold (None: as many). Places without a row have
-        targets of −1.
+    rows_per_step: over all ranks; 0: those of one micro-step.
+    state: the step_state of a batch. A loader made from it yields that step again, from its first micro-step on, on any
+        number of ranks. UserError when it belongs to other data, tokenizer or settings.
+    num_rows: only these first rows have targets, so that an evaluation's sum does not depend on ranks or batch size.
     """
-    shards = TokenizedShards(data, split, tokenizer)
     identity = {"data": fingerprint(data), "tokenizer": tokenizer.fingerprint, "split": split, "seed": seed,
-                "max_seq_len": max_seq_len}
+                "max_seq_len": shape.max_seq_len}
     for key, value in identity.items():
         if state and state[key] != value:
             raise UserError(f"cannot continue exactly: {key} is not what the checkpoint was trained with; "
                             "restore it, or set another --model_tag")
-    planner = RowPlanner(shards, max_seq_len + 1, seed, state)
-    pinned = torch.device(device).type == "cuda"
-    rows_per_step = rows_per_step or device_batch_size * grad_accum_steps * world_size
-
-    def batches() -> Batches:
-        rows_before = 0
-        while True:
-            step_state = identity | planner.state()
-            rows = [planner.next_row() for _ in range(rows_per_step)]
-            for micro_step in range(grad_accum_steps):
-                first = (micro_step * world_size + rank) * device_batch_size
-                own = rows[first : first + device_batch_size]
-                filling = rows[:1] * (device_batch_size - len(own))  # any row: its targets do not count
-                tokens = torch.from_numpy(planner.read(own + filling))
-                inputs = tokens[:, :-1].contiguous()
-                targets = tokens[:, 1:].clone()  # a view of a single row would share its memory with the inputs
-                targets[len(own) :] = -1
-                if num_rows is not None:
-                    targets[max(num_rows - rows_before - first, 0) :] = -1
-                if pinned:
-                    inputs = inputs.pin_memory()
-                    targets = targets.pin_memory()
-                yield inputs, targets, step_state
-            rows_before += len(rows)
-
-    for inputs, targets, step_state in prefetched(batches(), ahead=2 * grad_accum_steps):
+    planner = RowPlanner(TokenizedShards(data, split, tokenizer), shape.max_seq_len + 1, seed, state)
+    rows_per_step = rows_per_step or shape.rows_per_micro_step
+    batches = batches_on_host(planner, shape, rows_per_step, num_rows)
+    # Two steps early: opening a shard takes the thread longer than a row does.
+    early = 2 * len(shape.micro_steps([0] * rows_per_step))
+    pinned = shape.device.type == "cuda"
+    for inputs, targets, step_state in prefetched(batches, early):
         # Only from pinned memory: another copy that is not waited for could read memory that is in use again.
-        yield inputs.to(device, non_blocking=pinned), targets.to(device, non_blocking=pinned), step_state
+        yield Batch(inputs.to(shape.device, non_blocking=pinned), targets.to(shape.device, non_blocking=pinned),
+                    identity | step_state)
+
+
+def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, num_rows: int) -> Iterator[Batch]:
+    """The batches of this rank, without end, in the memory of the host: pinned if a GPU will copy them."""
+    while True:
+        step_state = planner.state()
+        step_rows = [planner.next_row() for _ in range(min(rows_per_step, num_rows))]
+        num_rows -= len(step_rows)
+        for rows in shape.micro_steps(step_rows):
+            own = shape.of_this_rank(rows)
+            tokens = torch.from_numpy(planner.read(own, shape.device_batch_size))
+            inputs = tokens[:, :-1].contiguous()
+            targets = tokens[:, 1:].clone()  # a view of a single row would share its memory with the inputs
+            targets[len(own) :] = -1
+            if shape.device.type == "cuda":
+                inputs = inputs.pin_memory()
+                targets = targets.pin_memory()
+            yield Batch(inputs, targets, step_state)
 
 
 def prefetched(iterator: Iterator, ahead: int) -> Generator:

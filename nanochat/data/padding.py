@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-GPU_LENGTHS = (256, 1024)  # a GPU compiles every kind of block for each length: rows have one of these, or all tokens
-CPU_MULTIPLE = 8           # a CPU compiles for all lengths: rows are padded to a multiple of this
+# A GPU compiles every kind of block for each length, so there are only these lengths and max_seq_len.
+GPU_LENGTHS = (256, 1024)
+# A CPU compiles once for all lengths. A multiple of this keeps its vector instructions full.
+CPU_MULTIPLE = 8
 
 Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as a target
 
@@ -16,20 +18,20 @@ def padded_batch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
     (inputs, targets, weights), each (batch_size, length), of rows of at most length + 1 tokens; int64, int64, float32.
-    Targets are one position ahead, −1 where the weight is zero. Without enough rows the last ones are empty: every rank
-    takes part in a step, if with nothing but such rows.
+    Targets are one position ahead, −1 where the weight is zero. Missing rows are empty: every rank takes part in every
+    step, even if all its rows are empty.
     """
     tokens = torch.zeros(batch_size, length + 1, dtype=torch.int64)
     weights = torch.zeros(batch_size, length + 1)
     for i, (ids, row_weights) in enumerate(rows):
         tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         weights[i, : len(ids)] = torch.tensor(row_weights)
-    inputs = tokens[:, :-1].contiguous()
     targets = tokens[:, 1:].masked_fill(weights[:, 1:] == 0, -1)
-    batch = [inputs, targets, weights[:, 1:].contiguous()]
+    inputs, targets, weights = (part.contiguous() for part in (tokens[:, :-1], targets, weights[:, 1:]))
     if device.type == "cuda":  # from pinned memory the copy does not wait for the work in the device's queue
-        batch = [tensor.pin_memory() for tensor in batch]
-    return tuple(tensor.to(device, non_blocking=device.type == "cuda") for tensor in batch)
+        inputs, targets, weights = (part.pin_memory() for part in (inputs, targets, weights))
+    inputs, targets, weights = (part.to(device, non_blocking=device.type == "cuda") for part in (inputs, targets, weights))
+    return inputs, targets, weights
 
 
 def padded_length(longest: int, max_seq_len: int, device: torch.device) -> int:

@@ -34,7 +34,7 @@ class Task(Sequence):
         return self.result(answer) == self.result(reference(conversation))
 
     def result(self, answer: str) -> Any:
-        """What of an answer is judged."""
+        """The part of an answer that is compared with the reference."""
         return answer
 
     def reward(self, conversation: Conversation, answer: str) -> float:
@@ -61,7 +61,8 @@ class Slice(Task):
     def __init__(self, task: Task, indices: Sequence[int]) -> None:
         self.task, self.indices = task, indices
         self.name, self.eval_type, self.library, self.held_out = task.name, task.eval_type, task.library, task.held_out
-        self.evaluate, self.reward = task.evaluate, task.reward
+        # Its own methods, not the class's: the judge is the task's.
+        self.evaluate, self.reward = task.evaluate, task.reward  # type: ignore[method-assign]
 
     def __len__(self) -> int:
         return len(self.indices)

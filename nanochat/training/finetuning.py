@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.data.conversation_loader import BatchShape, RenderedConversations, Rows, micro_steps
+from nanochat.data.batch_shape import BatchShape
+from nanochat.data.conversation_loader import RenderedConversations, Rows
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.optim.optimizers import setup_optimizers
@@ -129,13 +130,11 @@ def row_length(max_seq_len: int, meta: dict) -> int:
     return longest if max_seq_len == -1 else max_seq_len
 
 
-def batch_shape(
-    rows_per_step: int, device_batch_size: int, max_seq_len: int, device: torch.device, pad: bool,
-) -> BatchShape:
-    """Of optimizer steps of this many rows over all ranks: at most device_batch_size of them at once on each rank."""
+def batch_shape(rows_per_step: int, device_batch_size: int, max_seq_len: int, device: torch.device) -> BatchShape:
+    """The batches of optimizer steps of this many rows over all ranks: at most device_batch_size rows on each rank."""
     rank, world_size = rank_and_size()
     rows = min(device_batch_size, math.ceil(rows_per_step / world_size))
-    return BatchShape(rows, max_seq_len, pad, rank, world_size, device)
+    return BatchShape(rows, max_seq_len, rank, world_size, device)
 
 
 def plan_steps(
@@ -152,7 +151,7 @@ def plan_steps(
     num_iterations = len(steps)
     if settings["num_iterations"] != -1:
         num_iterations = min(settings["num_iterations"], len(steps))
-    at_first = micro_steps(len(steps[0]), shape.rows_at_once)
-    print0(f"{num_iterations:,} steps of {per_step} {unit}, the first one {at_first} micro-step(s) x "
-           f"{shape.world_size} rank(s) x {shape.rows} rows")
+    first = len(shape.micro_steps(steps[0]))
+    print0(f"{num_iterations:,} steps of {per_step} {unit}, the first one {first} micro-step(s) x "
+           f"{shape.world_size} rank(s) x {shape.device_batch_size} rows")
     return num_iterations, data_state
