@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ranks import Job, run_on_ranks
 
 from nanochat.data import conversation_loader as loader_module
-from nanochat.data.conversation import render, render_parts
 from nanochat.data.batch_shape import BatchShape
+from nanochat.data.conversation import render, render_parts
 from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, shuffled
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT

@@ -12,7 +12,7 @@ from nanochat.corpus.shards import describe
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import sha256, sync
 
-TRIES = 3       # of a file; the hub's library tries several times to connect besides
+TRIES = 3       # the hub's library itself goes on after a cut connection, but not after an answer such as 503
 PAUSE_S = 2     # before the second try, twice as long before the third
 
 
@@ -25,22 +25,23 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # one for each file; make_dataset counts the files
-    where = {"repo_id": repository, "filename": file, "repo_type": "dataset"}
-    for attempt in range(1, TRIES + 1):
+    problem: BaseException | None = None
+    for attempt in range(TRIES):
+        time.sleep(attempt * PAUSE_S)
         try:
-            path = Path(hub.hf_hub_download(**where, local_dir=folder))
-            return check_shard(path, hub.get_hf_file_metadata(hub.hf_hub_url(**where)).etag)
-        except Exception as error:  # of httpx, of the hub's library, of xet
+            path = Path(hub.hf_hub_download(repository, file, repo_type="dataset", local_dir=folder))
+            return check_shard(path, hub.get_hf_file_metadata(hub.hf_hub_url(repository, file, repo_type="dataset")).etag)
+        except Exception as error:  # httpx, the hub's library and xet raise all kinds
             if isinstance(error, OSError) and error.errno:
                 raise  # the disk's, not the network's
-            # FileNotFoundError is raised after the library's own tries to reach the hub.
-            if attempt == TRIES or isinstance(error, FileNotFoundError):
-                while error.__cause__ is not None:  # libraries nest an error of the network
-                    error = error.__cause__
-                raise UserError(f"{file} of {repository}: {type(error).__name__}: {first_line(error)};"
-                                " the same command goes on from here, HF_ENDPOINT=… names a mirror") from error
-            time.sleep(attempt * PAUSE_S)
-    raise AssertionError("the last attempt returns or raises")
+            problem = error
+            # It is raised after the library's own tries to reach the hub: more of them would only wait longer.
+            if isinstance(error, FileNotFoundError):
+                break
+    while problem and problem.__cause__:  # libraries nest an error of the network
+        problem = problem.__cause__
+    raise UserError(f"{file} of {repository}: {type(problem).__name__}: {first_line(problem)};"
+                    " the same command goes on from here, HF_ENDPOINT=… names a mirror") from problem
 
 
 def check_shard(path: Path, etag: str | None) -> dict:

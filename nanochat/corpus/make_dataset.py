@@ -10,7 +10,9 @@ import json
 import shutil
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 from nanochat.corpus import sources
@@ -24,7 +26,8 @@ from nanochat.runtime.progress import progress
 from nanochat.training.records import models_trained_with
 
 DOWNLOADS = 4   # files at a time
-COUNTED = ("duplicates", "invalid")     # documents that were dropped; characters that were replaced
+# What the manifest counts besides: documents that were dropped; characters that became U+FFFD.
+COUNTED = ("duplicates", "invalid")
 SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file of your own"
 
 
@@ -52,7 +55,7 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
 def make_from_text(name: str, settings: dict) -> dict:
     """
     Build a data set from documents, aside, and put it in place whole. It is not built again if it would be the same;
-    files of one's own may have changed, so they always are.
+    files of the user's own may have changed, so they always are.
     """
     source = settings["source"]
     seed = settings["seed"]
@@ -61,6 +64,7 @@ def make_from_text(name: str, settings: dict) -> dict:
     enough = int(1.1 * max_shards * shard_bytes)  # bytes of text; a tenth is held out at most
     tally: Counter = Counter()
     fixed = source in OFFLINE  # the same settings give the same text
+    documents: Iterable[tuple[str, str]]
     if source == "tinyworld":
         documents = sources.tinyworld_documents(seed, enough)
     elif source == "python":
@@ -71,20 +75,20 @@ def make_from_text(name: str, settings: dict) -> dict:
         documents = sources.hf_documents(hub_name, config, settings["field"], seed, enough)
         fixed = not Path(hub_name).exists()
     else:
-        form = {key: settings[key] for key in ("encoding", "field", "delimiter")}
-        documents = own_documents(Path(source), tally, **form)
-    there = None
-    with contextlib.suppress(UserError):  # not there, or not whole
-        there = load_manifest(name)
-        if fixed and settings == there["settings"]:
+        documents = own_documents(Path(source), tally, settings["encoding"], settings["field"], settings["delimiter"])
+    shards_before = None
+    with contextlib.suppress(UserError):  # not made yet, or not whole
+        before = load_manifest(name)
+        if fixed and settings == before["settings"]:
             print("already there, made with the same settings")
-            return there
+            return before
+        shards_before = before["shards"]
     documents = progress(documents, "reading", "documents")
     if source == "tinyworld":
         documents = list(documents)  # read again below
     with write_folder_aside(dataset_dir(name)) as aside:
         shards = build(aside, documents, seed, shard_bytes, max_shards, tally, source)
-        if there and there["shards"] != shards and (models := models_trained_with(fingerprint(name))):
+        if shards_before not in (None, shards) and (models := models_trained_with(fingerprint(name))):
             raise UserError(f"data set {name!r} would change, and {models} could not be resumed without it; "
                             f"choose another name with --name=…, or delete {dataset_dir(name)}")
         more = {}
@@ -104,15 +108,11 @@ def make_from_hub(name: str, source: str, num_shards: int) -> dict:
     with contextlib.suppress(UserError):  # where anything is missing, all shards are compared with the hub again
         entries = {entry["file"]: entry for entry in load_manifest(name)["shards"]}
     missing = [file for file in files if file not in entries]
-    with ThreadPoolExecutor(DOWNLOADS) as pool, progress(None, "fetching", "shards", len(missing)) as bar:
-        jobs = [pool.submit(fetch_shard, repository, file, folder) for file in missing]
-        try:
-            for job in as_completed(jobs):
-                entry = job.result()
-                entries[entry["file"]] = entry
-                bar.update()
-        finally:  # after an error no further file is begun
-            pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(DOWNLOADS) as pool:
+        # After an error `map` begins no further file.
+        fetched = pool.map(fetch_shard, repeat(repository), missing, repeat(folder))
+        for entry in progress(fetched, "fetching", "shards", len(missing)):
+            entries[entry["file"]] = entry
     shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub library's notes
     settings = {"source": source, "num_shards": num_shards}
     return write_manifest(folder, name, settings, [entries[file] for file in files], Counter())

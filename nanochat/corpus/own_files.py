@@ -1,74 +1,76 @@
 """
-Documents of one's own files: texts (.txt .md .markdown .rst), each one document, divided at lines of <|endoftext|> and,
-where it is long, at blank lines; and a document for each line of .jsonl and .ndjson, entry of .json, row of .csv, .tsv
-and .parquet. All but .parquet may be .gz, .zst, .bz2 or .xz.
+Documents of a user's own files. A text (.txt .md .markdown .rst) is one document, divided at lines of <|endoftext|> and,
+where it is long, at blank lines. Each line of .jsonl and .ndjson, entry of .json, row of .csv, .tsv and .parquet is a
+document. All but .parquet may be .gz, .zst, .bz2 or .xz.
+
+Two rules: nothing is glued together or lost in silence, and every error names the file and what to do.
 """
 import codecs
 import contextlib
 import csv
 import io
-import itertools
 import json
 import lzma
 import os
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import IO, Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.runtime.errors import UserError, first_line
 
-PIECE = 64 << 10           # characters; a text file longer than this becomes several documents
-FEW = 200                  # files; fewer of them are cut into smaller pieces,
-SHORT = 2000               # characters that a piece may have even then, unless there is only one file
+MAX_CHARS = 64 << 10       # a text file longer than this becomes several documents
+# With fewer files than this each is cut into smaller documents: some of each can then be held out, and some trained on.
+# A file may be the only one in its language.
+FEW_FILES = 200
+SHORT_CHARS = 2000         # a document may be as short as this then; shorter only if there is one file
 SAMPLE = 1 << 20           # characters that are read at a time, and bytes for a guess of the encoding
 KIND = re.compile(r"\.(txt|md|markdown|rst|jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst|\.bz2|\.xz)?$", re.IGNORECASE)
 KINDS = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2/.xz of them)"
 TEXTS = ("txt", "md", "markdown", "rst")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-SEVEN_BIT = ("iso2022_jp", "iso2022_jp_2", "iso2022_jp_3", "iso2022_jp_ext", "iso2022_kr", "hz")
+SEVEN_BIT = ("iso2022", "hz")  # names of encodings whose bytes are all ASCII begin so
+# What data sets write between stories. Only whole lines: a text may speak of these words.
 SEPARATOR = re.compile(r"^(<\|endoftext\|>|<\|end_of_text\|>|</s>)[ \t\r]{0,9}(?:\n|\Z)", re.MULTILINE)
-ESCAPED = re.compile(r'(?:^|[,;\t|])"[^"\n]*\\"[^,;\t|"\r\n]')  # impossible where quotation marks are doubled
-ODD_ESCAPE = re.compile(r'(?<!\\)((?:\\\\)*)\\"')  # after an even number of backslashes a quotation ends
 LOOKAHEAD = 32             # characters; more than a separator has
 
 Documents = Iterator[tuple[str, str]]  # text, kin: see sources.py
-Rows = Iterator[tuple[str, Any]]       # the place, a dict of fields or a text
-Notes = defaultdict[str, list[str]]  # what there is to say about files, and which they are
+Rows = Iterator[tuple[str, Any]]       # the place, for messages; a dict of fields or a text
+Notes = defaultdict[str, list[str]]    # what to tell the user about files -> the files
 
 
 class NotText(UserError):
     """A row holds no text where it should. If it is the first of its file, the file is of some other use."""
 
 
-def own_documents(path: Path, tally: Counter, encoding: str, **rows: str) -> Documents:
+def own_documents(path: Path, tally: Counter, encoding: str, field: str, delimiter: str) -> Documents:
     """
     (text, kin) of a file, or of all files in a folder that are of one of the KINDS; what is not read, or changed, is
     printed at the end. UserError, with its place, for anything that is wrong.
 
     encoding: see `encoding_of`. Characters that cannot be read are replaced by U+FFFD, and counted.
-    rows: field and delimiter, see `file_texts`.
+    field, delimiter: see `file_texts`.
     """
     notes = Notes(list)
-    files = own_files(path, notes)
+    files = files_below(path, notes)
     if not files:
         raise UserError(f"no documents in {path}: expected {KINDS}")
     total = sum(file.stat().st_size for file in files)
     documents, problem = 0, None
     for file in files:
-        most = PIECE
-        if len(files) < FEW:  # a part of each can be held out then: it may be the only one in its language
-            shortest = SHORT if len(files) > 1 else 64
-            most = min(most, max(shortest, file.stat().st_size // 8, total // FEW))
+        most = MAX_CHARS
+        if len(files) < FEW_FILES:
+            shortest = SHORT_CHARS if len(files) > 1 else 64
+            most = min(most, max(shortest, file.stat().st_size // 8, total // FEW_FILES))
         before = documents
         try:
             with readable(file):
-                for text in file_texts(file, encoding, most, notes, **rows):
+                for text in file_texts(file, encoding, most, notes, field, delimiter):
                     tally["invalid"] += text.count("\ufffd")
                     documents += 1
                     yield text, text
@@ -99,40 +101,31 @@ def own_path(source: str, expected: str) -> Path:
     return path
 
 
-def own_files(source: Path, notes: Notes) -> list[Path]:
-    """The file, or the files of a folder, that are of one of the KINDS."""
+def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> list[Path]:
+    """
+    The file, or all files below a folder whose names have the kind and are not hidden, in a fixed order. Linked folders
+    belong to it, each folder once.
+    """
     found = []
-    for file in files_below(source, notes):
-        if KIND.search(file.name):
-            found.append(file)
-        else:
-            notes[f"are not read (expected {KINDS})"].append(str(file.relative_to(source)))
-    return found
-
-
-def files_below(folder: Path, notes: Notes) -> list[Path]:
-    """
-    All files below a folder that are not hidden, in a fixed order, and those of linked folders, each folder once; a
-    file is its own.
-    """
-    if folder.is_file():
-        return [folder]
-    found, seen = [], set()
+    seen = set()
     cannot = notes["cannot be opened"]
-    walk = os.walk(folder, followlinks=True, onerror=lambda error: cannot.append(str(error)))
-    for place, folders, names in walk:
-        notes["are hidden, and not read"] += [name for name in folders + names if name.startswith(".")]
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    walk = os.walk(source, followlinks=True, onerror=lambda error: cannot.append(str(error)))
+    for place, folders, names in [(source.parent, [], [source.name])] if source.is_file() else walk:
         real = os.path.realpath(place)
-        if real in seen:
+        if real in seen:  # there may be several links to a folder, and circles
             folders.clear()
             continue
         seen.add(real)
-        for path in (Path(place, name) for name in names if not name.startswith(".")):
-            if path.is_file():
+        hidden = {name for name in folders + names if name.startswith(".")}
+        notes["are hidden, and not read"] += sorted(hidden)
+        folders[:] = sorted(set(folders) - hidden)
+        for path in (Path(place, name) for name in names if name not in hidden):
+            if not path.is_file():
+                cannot.append(str(path))
+            elif kind.search(path.name):
                 found.append(path)
             else:
-                cannot.append(str(path))
+                notes[f"are not read (expected {KINDS})"].append(str(path.relative_to(source)))
     return sorted(found)
 
 
@@ -144,82 +137,87 @@ def say(notes: Notes) -> None:
             print(line.encode(errors="replace").decode())  # names may not be UTF-8
 
 
+def kind_of(path: Path) -> str:
+    """The last suffix of a file of one of the KINDS, without the one of a compression."""
+    return KIND.findall(path.name)[0][0].lower()
+
+
 def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str, delimiter: str) -> Iterator[str]:
     """
-    The texts of a file; those of a text file are pieces of at most `most` characters.
+    The texts of a file; a text file is cut into texts of at most `most` characters.
 
-    field: of rows, where the text is. delimiter: of the fields of .csv and .tsv; "" finds it out.
+    field: where the text of a row is. delimiter: between the fields of .csv and .tsv; "" finds it out.
     """
-    kind = KIND.search(path.name)[1].lower()
+    kind = kind_of(path)
     if kind == "parquet":
         rows = parquet_rows(path, field)
     else:
         encoding = encoding_of(path, encoding, notes)
         if kind in TEXTS:
-            ends: Counter = Counter()
+            separators: Counter = Counter()
             with open_text(path, encoding) as file:
-                yield from pieces(file, most, ends)
-            for separator, count in ends.items():
+                yield from cut_text(file, most, separators)
+            for separator, count in separators.items():
                 notes[f"are divided at lines of {separator}"].append(f"{path} ({count:,})")
             return
         if kind in ("csv", "tsv"):
             rows = csv_rows(path, encoding, field, delimiter or "\t" * (kind == "tsv"))
         else:
-            rows = json_rows(path, encoding) if kind == "json" else jsonl_rows(path, encoding)
+            rows = json_rows(path, encoding, whole=kind == "json")
     for place, row in rows:
-        yield row if isinstance(row, str) else text_of(row, field, place)
+        yield row if isinstance(row, str) else row_text(row, field, place)
 
 
-def text_of(row: Any, field: str, place: str) -> str:
+def row_text(row: Any, field: str, place: str) -> str:
     """The text in a row's field; null is empty. NotText, naming the place, where there is none."""
-    if not isinstance(row, dict) or field not in row:
-        there = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise NotText(f"{place}: no field {field!r}; there is: {there or 'nothing'}; choose with --field=…")
-    text = row[field]
-    if text is not None and not isinstance(text, str):
+    fields = row if isinstance(row, dict) else {type(row).__name__: None}
+    if row is not fields or field not in fields:
+        raise NotText(f"{place}: no field {field!r}; there is: {', '.join(fields) or 'nothing'}; choose with --field=…")
+    text = fields[field]
+    if not isinstance(text, str | None):
         raise NotText(f"{place}: field {field!r} holds {type(text).__name__}, expected a string")
     return text or ""
 
 
 # ---- Bytes to text
 
-def open_bytes(path: Path) -> BinaryIO:
-    """A file's bytes, decompressed as its suffix says."""
-    suffix = path.suffix.lower()
-    if suffix == ".xz":
-        return cast(BinaryIO, lzma.open(path))
-    file: BinaryIO = open(path, "rb")  # by Python: Arrow opens no name that is not UTF-8
-    if suffix in COMPRESSIONS:
-        file = io.BufferedReader(pa.input_stream(file, compression=COMPRESSIONS[suffix]))
-    return file
-
-
 def open_text(path: Path, encoding: str, newline: str = "\n", errors: str = "replace") -> TextIO:
     return io.TextIOWrapper(open_bytes(path), encoding, errors, newline)
 
 
+def open_bytes(path: Path) -> IO[bytes]:
+    """A file's bytes, decompressed as its suffix says."""
+    suffix = path.suffix.lower()
+    if suffix == ".xz":
+        return lzma.open(path)
+    # Opened by Python, since Arrow opens no name that is not UTF-8.
+    file = open(path, "rb")
+    if suffix in COMPRESSIONS:
+        return io.BufferedReader(pa.input_stream(file, compression=COMPRESSIONS[suffix]))
+    return file
+
+
 def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
     """
-    What reads a whole file without an error: UTF-8, or else the encoding that the user named. ASCII with the escapes of
-    a 7-bit encoding is in that one. UserError, with a guess, if it is another one. Where no other than UTF-8 is named,
-    a few bad bytes among valid characters beyond ASCII are damage, and noted.
+    What reads a whole file without an error: UTF-8, or else the encoding that the user named; UserError, with a guess,
+    if neither does. Where none but UTF-8 is named, a few bad bytes among valid characters beyond ASCII are damage, and
+    noted. A file of ASCII bytes is also UTF-8, so a named 7-bit encoding comes first, if it finds anything in them.
     """
     named = codecs.lookup(encoding).name
     found = scan(path, "utf-8-sig")
     if is_text(found):
-        if found["escapes"] and not found["more"] and named != "ascii":
-            for guess in (named, *SEVEN_BIT):
-                if guess.startswith(("iso2022", "hz")) and scan(path, guess)["more"]:
-                    if guess == named:
-                        return guess
-                    raise UserError(f"{path} is not {encoding}: it has escapes that --encoding={guess} reads; "
-                                    "--encoding=ascii keeps them as they are")
+        if named.startswith(SEVEN_BIT) and scan(path, named)["more"]:
+            return named
+        if found["escapes"] and not found["more"] and named != "ascii" and not named.startswith(SEVEN_BIT):
+            raise UserError(f"{path} is not {encoding}: it has escapes of Japanese, Korean or Chinese, perhaps "
+                            "--encoding=iso2022_jp or iso2022_kr; --encoding=ascii keeps them as they are")
         return "utf-8-sig"
     if is_text(scan(path, named)):
         return named
     found = scan(path, named, "replace")
     bad = found["bad"]
-    if named == "utf-8" and is_text(found) and found["more"] >= 3 * bad:  # U+FFFD is 2 of them
+    # Damage has at least as many good characters as bad ones: U+FFFD alone is 2 of `more`.
+    if named == "utf-8" and is_text(found) and found["more"] >= 3 * bad:
         notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({bad:,})")
         return "utf-8-sig"
     import charset_normalizer  # here: few need it
@@ -231,14 +229,14 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
         if is_text(scan(path, guess.encoding)):
             advice = f"perhaps --encoding={guess.encoding}, which begins {str(guess)[:40]!r}"
             break
-    characters = found["characters"]
-    raise UserError(f"{path} is not {encoding}: {bad:,} of its {characters:,} characters cannot be read; {advice}")
+    raise UserError(f"{path} is not {encoding}: {bad:,} of its {found['characters']:,} characters cannot be read; "
+                    f"{advice}")
 
 
 def scan(path: Path, encoding: str, errors: str = "strict") -> Counter:
     """
-    Of a whole text file: its `characters`; how many are `bad`: replaced, or zeros, as in UTF-16 of English read as
-    UTF-8, or without limit if it cannot be read; bytes that UTF-8 has `more`; whether there are `escapes`.
+    Counts in a whole text file: `characters`; `bad` ones: replaced, or zeros, as in UTF-16 of English read as UTF-8, or
+    without limit if it cannot be read; `more` bytes than characters in UTF-8; `escapes` of ISO 2022.
     """
     found: Counter = Counter()
     with open_text(path, encoding, errors=errors) as file:
@@ -247,7 +245,7 @@ def scan(path: Path, encoding: str, errors: str = "strict") -> Counter:
                 found["characters"] += len(text)
                 found["bad"] += text.count("\0") + text.count("\ufffd") * (errors == "replace")
                 found["more"] += len(text.encode(errors="replace")) - len(text)
-                found["escapes"] += "\x1b" in text or "~{" in text
+                found["escapes"] += text.count("\x1b$")  # a terminal's colors have another sign after the escape
         except UnicodeError:
             return Counter(bad=sys.maxsize)
     return found
@@ -257,9 +255,9 @@ def is_text(found: Counter) -> bool:
     return found["bad"] <= 1 + found["characters"] // 1000
 
 
-def pieces(file: TextIO, most: int, ends: Counter) -> Iterator[str]:
+def cut_text(file: TextIO, most: int, separators: Counter) -> Iterator[str]:
     """
-    A text, divided at lines that are a SEPARATOR (counted in `ends`), in pieces of at most `most` characters, each cut
+    A text, divided at lines that are a SEPARATOR (which are counted), in parts of at most `most` characters. Each is cut
     at the last gap between chapters (or Python's top-level definitions) that fits, else between paragraphs, lines,
     words, characters.
     """
@@ -268,7 +266,7 @@ def pieces(file: TextIO, most: int, ends: Counter) -> Iterator[str]:
         end = after = len(rest)
         separator = SEPARATOR.search(rest)
         if separator and separator.start() <= most:
-            ends[separator[1]] += 1
+            separators[separator[1]] += 1
             end, after = separator.span()
         elif len(rest) > most:
             end = after = most
@@ -283,8 +281,16 @@ def pieces(file: TextIO, most: int, ends: Counter) -> Iterator[str]:
 
 # ---- Rows of a file
 
-def jsonl_rows(path: Path, encoding: str) -> Rows:
+def json_rows(path: Path, encoding: str, whole: bool = True) -> Rows:
+    """whole: the entries of a list, or a single object; without such, and if not whole, one row a line."""
     with open_text(path, encoding) as file:
+        if whole:
+            with contextlib.suppress(ValueError, RecursionError):
+                entries = json.load(file)
+                for number, row in enumerate(entries if isinstance(entries, list) else [entries], start=1):
+                    yield f"{path}, entry {number}", row
+                return
+            file.seek(0)
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
@@ -294,76 +300,56 @@ def jsonl_rows(path: Path, encoding: str) -> Rows:
                 yield f"{path}, line {number}", row
 
 
-def json_rows(path: Path, encoding: str) -> Rows:
-    """The entries of a list, or a single object; some write lines as in .jsonl."""
-    with open_text(path, encoding) as file:
-        try:
-            rows = json.load(file)
-        except (ValueError, RecursionError):
-            yield from jsonl_rows(path, encoding)
-            return
-    if not isinstance(rows, list):
-        rows = [rows]
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}, entry {number}", row
-
-
 def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
     """
-    The rows by the names in the first line. delimiter: "" takes Excel's (a line `sep=;` before all others), or else the
-    one of , ; tab and | that finds the field among the names, or most names.
+    The rows by the names in the first line. delimiter: "" takes the one of , ; tab and | that finds the field among the
+    names, or most names.
     """
     csv.field_size_limit(1 << 29)  # characters; texts are longer than the 131,072 that it takes otherwise
-    start, found = 0, {}
+
+    def names(mark: str) -> list[str]:
+        return next(csv.reader([first], delimiter=mark), [])
+
     with open_text(path, encoding, newline="") as file:
         first = file.readline()
-        if first.lower().startswith("sep="):
-            delimiter = delimiter or first[4:5]
-            start = 1
-        for mark in ",;\t|":
-            names = next(csv.reader([first], delimiter=mark), [])
-            found[mark] = (field in names, len(names))
-    delimiter = {"": max(found, key=found.get), "tab": "\t"}.get(delimiter, delimiter)
+    delimiter = delimiter or max(",;\t|", key=lambda mark: (field in names(mark), len(names(mark))))
+    delimiter = "\t" if delimiter == "tab" else delimiter
     if len(delimiter) > 1 or delimiter in "\"\r\n":
         raise UserError(f"--delimiter={delimiter}: expected one character, or tab")
-    style = quotation(path, encoding, delimiter)
     with open_text(path, encoding, newline="") as file:
-        lines = itertools.islice(file, start, None)
-        if style == "escaped":
-            lines = (ODD_ESCAPE.sub(r'\1""', line) for line in lines)
-        quoting: Any = csv.QUOTE_NONE if style == "plain" else csv.QUOTE_MINIMAL
-        rows = csv.DictReader(lines, delimiter=delimiter, strict=True, quoting=quoting)
+        plain = delimiter in "\t|" and has_plain_quotation_marks(file, delimiter)
+    with open_text(path, encoding, newline="") as file:
+        rows = csv.DictReader(file, delimiter=delimiter, strict=True,
+                              quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL)
         try:
             for row in rows:
                 if None in row or None in row.values():
-                    raise csv.Error(f"not as many fields as the {len(rows.fieldnames)} that the first line names")
-                yield f"{path}, line {rows.line_num + start}", row
+                    raise csv.Error(f"not as many fields as the {len(row)} that the first line names")
+                yield f"{path}, line {rows.line_num}", row
         except csv.Error as error:
-            line = rows.reader.line_num + start
-            raise UserError(f"{path}, line {line}: {error}; it was read with {delimiter!r} between fields, "
-                            "--delimiter=… names another") from error
+            raise UserError(f"{path}, line {rows.reader.line_num}: {error}; it was read with {delimiter!r} between "
+                            "fields, --delimiter=… names another, and with quotation marks doubled in quotations"
+                            ) from error
 
 
-def quotation(path: Path, encoding: str, delimiter: str) -> str:
+def has_plain_quotation_marks(lines: Iterable[str], delimiter: str) -> bool:
     """
-    How a .csv writes quotation marks: "escaped" with a backslash in quotations; "plain", as in any text, if between
-    tabs or | each line has as many fields and on one a quotation does not end; else "quoted", doubled in quotations.
+    Whether quotation marks mean nothing, as in many files with tabs: each line has as many fields, and on one of them a
+    quotation does not end. Read as quotations, these marks would glue rows together.
     """
-    style, widths = "quoted", set()
-    with open_text(path, encoding, newline="") as file:
-        for line in filter(str.strip, file):
-            widths.add(line.count(delimiter))
-            if ESCAPED.search(line):
-                return "escaped"
-            try:
-                next(csv.reader([line], delimiter=delimiter, strict=True))
-            except csv.Error:
-                style = "plain"
-    return style if delimiter in "\t|" and len(widths) == 1 else "quoted"
+    widths = set()
+    unended = False
+    for line in filter(str.strip, lines):
+        widths.add(line.count(delimiter))
+        try:
+            next(csv.reader([line], delimiter=delimiter, strict=True))
+        except csv.Error:
+            unended = True
+    return unended and len(widths) == 1
 
 
 def parquet_rows(path: Path, field: str) -> Rows:
-    with open(path, "rb") as file, pq.ParquetFile(file) as parquet:  # opened by Python, see open_bytes
+    with open(path, "rb") as file, pq.ParquetFile(file) as parquet:  # opened by Python, as in open_bytes
         columns = parquet.schema_arrow.names
         if field in columns:  # reading one column is faster; without it a row says which there are
             columns = [field]

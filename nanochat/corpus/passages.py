@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, own_files, own_path, say
+from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, files_below, kind_of, own_path, say
 from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
 from nanochat.inference.retrieval import Passage, connect, key_of, last_part, library_path, stems
 from nanochat.inference.tools import Tools, open_tools
@@ -101,7 +101,7 @@ def fingerprint(source: str) -> str:
     """Changes with the files that a library is made of: their names, sizes and times."""
     if source == "python":
         return platform.python_version()
-    files = own_files(Path(source), Notes(list))
+    files = files_below(Path(source), Notes(list))
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
@@ -111,10 +111,10 @@ def fingerprint(source: str) -> str:
 def file_passages(source: Path, encoding: str, **rows: str) -> Iterator[Passage]:
     """The passages of all files; what is not read is printed."""
     notes = Notes(list)
-    for file in own_files(source, notes):
+    for file in files_below(source, notes):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
         stem = KIND.sub("", Path(name).name)
-        has_lines = KIND.search(file.name)[1].lower() in TEXTS
+        has_lines = kind_of(file) in TEXTS
         lines = 0  # before this text of the file
         try:
             for row, text in enumerate(file_texts(file, encoding, WHOLE, notes, **rows), start=1):

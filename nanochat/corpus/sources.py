@@ -11,6 +11,7 @@ split between training and validation; mostly a document is its own kin.
 """
 import io
 import itertools
+import re
 import sys
 import sysconfig
 import tokenize
@@ -18,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 from nanochat.corpus import tinyworld
-from nanochat.corpus.own_files import PIECE, Documents, Notes, files_below, pieces, text_of
+from nanochat.corpus.own_files import MAX_CHARS, Documents, Notes, cut_text, files_below, row_text
 from nanochat.runtime.errors import UserError, first_line
 
 TINYWORLD_BYTES = 24_000_000   # text in all: about 75,000 documents, a few seconds to make
@@ -40,14 +41,14 @@ def python_documents() -> Documents:
     """The standard library's sources (all pieces of a file are kin), and the language reference by topic."""
     from pydoc_data.topics import topics
 
-    for path in files_below(Path(sysconfig.get_path("stdlib")), Notes(list)):
-        if path.suffix == ".py" and not {"site-packages", "dist-packages", "pydoc_data"} & set(path.parts):
+    for path in files_below(Path(sysconfig.get_path("stdlib")), Notes(list), re.compile(r"\.py$")):
+        if not {"site-packages", "dist-packages", "pydoc_data"} & set(path.parts):
             try:
                 with tokenize.open(path) as file:  # in the encoding that the source declares
                     source = file.read()
             except (SyntaxError, UnicodeDecodeError):  # tests of the interpreter declare nonsense
                 continue
-            for piece in pieces(io.StringIO(source), PIECE, Counter()):
+            for piece in cut_text(io.StringIO(source), MAX_CHARS, Counter()):
                 yield piece, source
     for page in topics.values():
         yield page, page
@@ -67,7 +68,7 @@ def hf_documents(name: str, config: str, field: str, seed: int, text_bytes: int)
         splits = datasets.load_dataset(name, config or None, streaming=True)
         split = splits["train" if "train" in splits else next(iter(splits))]
         for number, row in enumerate(split.shuffle(seed=seed % 2**32, buffer_size=SHUFFLE_BUFFER)):
-            text = text_of(row, field, f"hf:{name}, row {number}")
+            text = row_text(row, field, f"hf:{name}, row {number}")
             left -= len(text)  # characters: near enough, and it must not cost an encoding
             yield text, text
             if left <= 0:
