@@ -7,6 +7,7 @@ HF_ENDPOINT names a mirror, HF_TOKEN an account. The library compares only sizes
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 from nanochat.corpus.shards import describe
 from nanochat.runtime.errors import UserError, first_line
@@ -25,23 +26,24 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # one for each file; make_dataset counts the files
-    problem: BaseException | None = None
-    for attempt in range(TRIES):
-        time.sleep(attempt * PAUSE_S)
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             path = Path(hub.hf_hub_download(repository, file, repo_type="dataset", local_dir=folder))
-            return check_shard(path, hub.get_hf_file_metadata(hub.hf_hub_url(repository, file, repo_type="dataset")).etag)
+            stated = hub.get_hf_file_metadata(hub.hf_hub_url(repository, file, repo_type="dataset"))
+            return check_shard(path, stated.etag)
         except Exception as error:  # httpx, the hub's library and xet raise all kinds
             if isinstance(error, OSError) and error.errno:
                 raise  # the disk's, not the network's
-            problem = error
-            # It is raised after the library's own tries to reach the hub: more of them would only wait longer.
-            if isinstance(error, FileNotFoundError):
-                break
-    while problem and problem.__cause__:  # libraries nest an error of the network
-        problem = problem.__cause__
-    raise UserError(f"{file} of {repository}: {type(problem).__name__}: {first_line(problem)};"
-                    " the same command goes on from here, HF_ENDPOINT=… names a mirror") from problem
+            # FileNotFoundError comes after the library's own tries to reach the hub: more would only wait longer.
+            if attempt == TRIES or isinstance(error, FileNotFoundError):
+                cause: Any = error
+                while cause.__cause__:  # libraries nest an error of the network
+                    cause = cause.__cause__
+                raise UserError(f"{file} of {repository}: {type(cause).__name__}: {first_line(cause)};"
+                                " the same command goes on from here, HF_ENDPOINT=… names a mirror") from error
+        time.sleep(attempt * PAUSE_S)
 
 
 def check_shard(path: Path, etag: str | None) -> dict:

@@ -45,7 +45,7 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     learner.train_from_iterator((text.encode(errors="replace").decode() for text in texts), trainer)
 
     ids = learner.get_vocab()
-    tokens = [bytes(alphabet[char] for char in token) for token in sorted(ids, key=ids.get)]
+    tokens = [bytes(alphabet[char] for char in token) for token in sorted(ids, key=ids.__getitem__)]
     return Tokenizer(tokens[256:])  # the bytes come first
 
 

@@ -110,7 +110,9 @@ def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> lis
     seen = set()
     cannot = notes["cannot be opened"]
     walk = os.walk(source, followlinks=True, onerror=lambda error: cannot.append(str(error)))
-    for place, folders, names in [(source.parent, [], [source.name])] if source.is_file() else walk:
+    if source.is_file():
+        walk = iter([(str(source.parent), [], [source.name])])
+    for place, folders, names in walk:
         real = os.path.realpath(place)
         if real in seen:  # there may be several links to a folder, and circles
             folders.clear()
@@ -119,7 +121,7 @@ def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> lis
         hidden = {name for name in folders + names if name.startswith(".")}
         notes["are hidden, and not read"] += sorted(hidden)
         folders[:] = sorted(set(folders) - hidden)
-        for path in (Path(place, name) for name in names if name not in hidden):
+        for path in (Path(place, name) for name in sorted(names) if name not in hidden):
             if not path.is_file():
                 cannot.append(str(path))
             elif kind.search(path.name):
@@ -324,7 +326,7 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
         try:
             for row in rows:
                 if None in row or None in row.values():
-                    raise csv.Error(f"not as many fields as the {len(row)} that the first line names")
+                    raise csv.Error(f"not as many fields as the {len(rows.fieldnames or ())} that the first line names")
                 yield f"{path}, line {rows.line_num}", row
         except csv.Error as error:
             raise UserError(f"{path}, line {rows.reader.line_num}: {error}; it was read with {delimiter!r} between "

@@ -65,13 +65,13 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         path = own_path(source, "python, or a folder or file of your own")
         source = str(path)
         name = name or KIND.sub("", path.name)
-        passages = file_passages(path, encoding, field=field, delimiter=delimiter)
+        passages = file_passages(path, encoding, field, delimiter)
         if name == "python":
             raise UserError(f"library 'python' is that of Python; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
     with locked(place.with_name(f".{place.name}.lock")):
         recover_folder(place)  # what a killed process left
-        manifest = {"source": source, "fingerprint": fingerprint(source)}
+        manifest = {"source": source, "fingerprint": source_state(source)}
         with write_aside(place) as aside:
             database = connect(aside.as_uri())
             database.create_function("key_of", 1, key_of)
@@ -91,13 +91,13 @@ def open_library(file: str | None) -> Tools:
     tools = open_tools(file)
     if tools.library:
         source = tools.library.manifest["source"]
-        if tools.library.manifest["fingerprint"] != fingerprint(source):
+        if tools.library.manifest["fingerprint"] != source_state(source):
             again = f"python -m scripts.library --source={source}"
             print0(f"warning: {source} has changed since {tools.library.path} was made: {again}")
     return tools
 
 
-def fingerprint(source: str) -> str:
+def source_state(source: str) -> str:
     """Changes with the files that a library is made of: their names, sizes and times."""
     if source == "python":
         return platform.python_version()
@@ -108,7 +108,7 @@ def fingerprint(source: str) -> str:
 
 # ---- Passages
 
-def file_passages(source: Path, encoding: str, **rows: str) -> Iterator[Passage]:
+def file_passages(source: Path, encoding: str, field: str, delimiter: str) -> Iterator[Passage]:
     """The passages of all files; what is not read is printed."""
     notes = Notes(list)
     for file in files_below(source, notes):
@@ -117,7 +117,7 @@ def file_passages(source: Path, encoding: str, **rows: str) -> Iterator[Passage]
         has_lines = kind_of(file) in TEXTS
         lines = 0  # before this text of the file
         try:
-            for row, text in enumerate(file_texts(file, encoding, WHOLE, notes, **rows), start=1):
+            for row, text in enumerate(file_texts(file, encoding, WHOLE, notes, field, delimiter), start=1):
                 for title, passage, line in text_passages(text, stem):
                     number = lines + line if has_lines else row
                     yield Passage(title, passage, f"{name}:{number}")
@@ -156,5 +156,5 @@ def python_passages() -> Iterator[Passage]:
             doc = rest  # older documentation begins with a signature alone
         sentence = first_sentence(doc) or ""
         text = sentence + first_paragraph(doc)[len(sentence):]
-        if text:
-            yield Passage(name, PASSAGE.match(text)[0], f"help({name})")
+        for passage in PASSAGE.findall(text)[:1]:
+            yield Passage(name, passage, f"help({name})")

@@ -12,21 +12,22 @@ inspect io ipaddress itertools json keyword locale logging math mimetypes operat
 pprint queue random re secrets shelve shlex shutil signal socket sqlite3 stat statistics string struct subprocess sys
 tarfile tempfile textwrap threading time timeit traceback types typing unicodedata urllib.parse uuid warnings weakref
 zipfile zlib""".split()
-REPLACED = ("inspect.getfile", "sys.excepthook")  # torch and nanochat/runtime/exits.py put others there
+# torch and nanochat/runtime/exits.py put others into their places, so their documentation depends on what is imported.
+REPLACED = ("inspect.getfile", "sys.excepthook")
 LONGEST = 130  # characters of an answer
 # At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "map(…) --> map object\n\nMake …".
-SIGNATURE = re.compile(r"(?:[\w.]+\([^)]*\)(?: *->[\w\[\]() ]+?(?=[,.:\n]|  |$)| *-->(?:[\w ]+(?=\n\n|\n\w+\())?)?"
+SIGNATURE = re.compile(r"\A(?:[\w.]+\([^)]*\)(?: *->[\w\[\]() ]+?(?=[,.:\n]|  |$)| *-->(?:[\w ]+(?=\n\n|\n\w+\())?)?"
                        r"[\s,.:-]*)*")
 
 
 @cache
 def documentation() -> dict[str, str]:
     """The documentation of public objects by their names."""
-    found = {}
+    docs: dict[str, str] = {}
     with warnings.catch_warnings(action="ignore"):  # about deprecated modules
         for name, thing in public_objects():
-            found.setdefault(name, inspect.getdoc(thing) or "")
-    return found
+            docs.setdefault(name, inspect.getdoc(thing) or "")
+    return docs
 
 
 def public_objects() -> Iterator[tuple[str, object]]:
@@ -55,8 +56,8 @@ def public_objects() -> Iterator[tuple[str, object]]:
 
 def first_paragraph(doc: str) -> str:
     """The first paragraph after a signature, on one line."""
-    doc = doc.strip()
-    return " ".join(doc[SIGNATURE.match(doc).end():].partition("\n\n")[0].split())
+    text = SIGNATURE.sub("", doc.strip(), count=1)
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def first_sentence(doc: str) -> str | None:

@@ -110,7 +110,10 @@ def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_
     """Second pass: the records in the order of their keys, into equally large training shards and one of validation."""
     number = max(1, round(train_bytes / shard_bytes))
     number_to_write = min(number, max_shards)
-    paths, val, train, size = [], [], [], 0
+    paths: list[Path] = []
+    val: list[bytes] = []
+    train: list[bytes] = []
+    size = 0
     for slot, text in (record for bucket in buckets for record in read_bucket(bucket)):
         if held_out[slot]:
             val.append(text)

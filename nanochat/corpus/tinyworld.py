@@ -31,15 +31,16 @@ LENGTHS = {**dict.fromkeys(FACT_TOPICS, (3, 7)), "stories": (5, 8), "conversatio
 NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: they would outnumber all others
 
 WORDS = DATA["words"].split()
-PROMPTS = DATA["prompts"]  # beginning of a document -> what has to follow; "" where several things may
+PROMPTS = DATA["prompts"]  # beginning of a document -> what has to follow; "" where several answers may
 SENTENCES = {name: lines.splitlines() for name, lines in DATA["sentences"].items()}
 QUOTED_FACT = "{X}: {q} {Y}: {a}"
-SLOTS = {}  # slot -> the words that may fill it
+SLOTS: dict[str, list[str]] = {}  # slot -> the words that may fill it
 for slots, words in DATA["slots"].items():
     SLOTS |= dict.fromkeys(slots, words.split())
 
-# Facts that are computed: (subject, answer, {y}, {x})
-COMPUTED: dict[str, list[tuple[str, ...]]] = {
+# Computed facts: (subject, answer, {y}, {x}). They are many on few words: spelling and arithmetic are what small models
+# find hardest, because tokens hide letters and digits.
+COMPUTED: dict[str, Sequence[tuple[str, ...]]] = {
     "spellings": [(word, "-".join(word)) for word in WORDS],
     "letters": [
         (word, {1: "once", 2: "twice", 3: "three times"}[word.count(x)], "-".join(word), x)
@@ -108,8 +109,9 @@ def as_prompt(telling: Telling, answer: str) -> str:
     return text.removesuffix(f" {answer}.")
 
 
-def choose_held_out(key: str, tellings: list[Telling], answer: str) -> Telling | None:
+def held_out_telling(key: str, tellings: list[Telling], answer: str) -> Telling | None:
     """For about half of all keys one of these tellings; never one of the prompts that a model is to complete."""
+    # A hash, not a draw: the choice must be the same for every seed, and stay when facts are added.
     digest = hashlib.sha256(key.encode()).digest()
     candidates = [telling for telling in tellings if as_prompt(telling, answer) not in PROMPTS]
     if not candidates or digest[0] % 2 == 0:
@@ -120,7 +122,7 @@ def choose_held_out(key: str, tellings: list[Telling], answer: str) -> Telling |
 @cache
 def facts() -> tuple[Fact, ...]:
     """Every fact of the world with all its tellings, in a fixed order."""
-    found = []
+    world = []
     for relation in DATA["relations"]:
         noun = relation.get("noun", "")
         templates = relation["tellings"].splitlines()
@@ -130,10 +132,10 @@ def facts() -> tuple[Fact, ...]:
             rows = COMPUTED[relation["computed"]]
         else:
             pairs = re.split(", (?=[^,]*=)", " ".join(relation["facts"].split()))  # an answer may have commas, too
-            rows = [pair.split("=") for pair in pairs]
+            rows = [tuple(pair.split("=")) for pair in pairs]
         for row in rows:
-            found.append(make_fact(relation["topic"], noun, tuple(templates), row))
-    return tuple(found)
+            world.append(make_fact(relation["topic"], noun, tuple(templates), row))
+    return tuple(world)
 
 
 def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[str]) -> Fact:
@@ -148,7 +150,7 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[s
         tellings.append(telling)
         if template.endswith(" {a}.") and topic not in NEVER_HELD_OUT:
             answer_last.append(telling)
-    held_out = choose_held_out(f"{noun or None}: {slots['s']}", answer_last, slots["a"])
+    held_out = held_out_telling(f"{noun or None}: {slots['s']}", answer_last, slots["a"])
     kept = tuple(telling for telling in tellings if telling != held_out)
     return Fact(topic, slots["a"], kept, held_out, noun, slots, templates)
 
@@ -156,18 +158,17 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[s
 @cache
 def held_out_questions() -> tuple[Question, ...]:
     """Questions that occur in no document, though fact and phrasing of each occur apart."""
-    held = [fact for fact in facts() if fact.held_out]
-    return tuple(Question(as_prompt(fact.held_out, fact.answer), fact.answer) for fact in held)
+    return tuple(Question(as_prompt(fact.held_out, fact.answer), fact.answer) for fact in facts() if fact.held_out)
 
 
 @cache
 def tellings_of(topic: str, questions_only: bool = False) -> tuple[tuple[Telling, ...], ...]:
     """For each fact of the topic its tellings, from which a document draws."""
-    found = []
-    for fact in facts():
-        if fact.topic == topic:
-            found.append(tuple(telling for telling in fact.tellings if telling.question or not questions_only))
-    return tuple(found)
+    return tuple(
+        tuple(telling for telling in fact.tellings if telling.question or not questions_only)
+        for fact in facts()
+        if fact.topic == topic
+    )
 
 
 # ---- The documents --------------------------------------------------------------------------------------------------
@@ -185,20 +186,25 @@ def fill(templates: Sequence[str], known: Slots, rng: StableRandom) -> tuple[str
     for slot in slots_of(template):
         if slot not in values:
             words = SLOTS[slot]
+            # Other slots may have drawn from the same words: nobody in a sentence meets a namesake.
             used = [word for other, word in values.items() if SLOTS.get(other) is words]
-            if used:  # another slot has drawn from the same words
+            if used:
                 words = [word for word in words if word not in used]
             values[slot] = rng.choice(words)
     return template.format_map(values), values
 
 
+def sentence(kind: str, known: Slots, rng: StableRandom) -> str:
+    return fill(SENTENCES[kind], known, rng)[0]
+
+
 def fact_sentence(topic: str, rng: StableRandom) -> str:
     if topic == "colors" and rng.below(2):
-        return fill(SENTENCES["colors"], {}, rng)[0]
+        return sentence("colors", {}, rng)
     question, reply = rng.choice(rng.choice(tellings_of(topic)))
     if question:
-        return fill(SENTENCES["question_frames"], {"q": question, "a": reply}, rng)[0]
-    return fill(SENTENCES["statement_frames"], {"s": reply}, rng)[0]
+        return sentence("question_frames", {"q": question, "a": reply}, rng)
+    return sentence("statement_frames", {"s": reply}, rng)
 
 
 def story(count: int, rng: StableRandom) -> Iterator[str]:
@@ -206,18 +212,18 @@ def story(count: int, rng: StableRandom) -> Iterator[str]:
     yield opening
     settled = {slot: values[slot] for slot in "HPkc"}
     for _ in range(count - 2):
-        yield fill(SENTENCES["events"], settled, rng)[0]
-    yield fill(SENTENCES["endings"], settled, rng)[0]
+        yield sentence("events", settled, rng)
+    yield sentence("endings", settled, rng)
 
 
 def conversation(count: int, rng: StableRandom) -> Iterator[str]:
     meeting, values = fill(SENTENCES["meetings"], {}, rng)
     yield meeting
+    x, y = values["X"], values["Y"]
     for _ in range(count - 1):
-        x, y = rng.choice((("X", "Y"), ("Y", "X")))  # either may ask
-        turn = {"X": values[x], "Y": values[y]}
+        turn = rng.choice(({"X": x, "Y": y}, {"X": y, "Y": x}))  # either may ask
         if rng.below(2):
-            yield fill(SENTENCES["exchanges"], turn, rng)[0]
+            yield sentence("exchanges", turn, rng)
         else:
             question, reply = rng.choice(rng.choice(tellings_of(rng.choice(FACT_TOPICS), True)))
             yield QUOTED_FACT.format(**turn, q=question, a=reply)
@@ -254,7 +260,7 @@ def validation_documents(data: str) -> list[Document] | None:
     if manifest["source"] != "tinyworld":
         return None
     texts = list(iter_texts(data, "val"))
-    documents = [generate(manifest["seed"], index) for index in manifest.get("val_indices", ())]
+    documents = [generate(manifest["seed"], index) for index in manifest["val_indices"]]
     return documents if [document.text for document in documents] == texts else None
 
 
