@@ -129,8 +129,8 @@ for examples in chunks(numbers, target_examples_per_step):
 num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, shape,
                                         "conversations")
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
-held_out_rows = [[number] for number in shuffled(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
-held_out_steps = shape.micro_steps(held_out_rows)
+held_out_numbers = shuffled(len(held_out), seed=0, epoch=0)[: eval_steps * target_examples_per_step]
+held_out_steps = shape.micro_steps([[number] for number in held_out_numbers])
 
 session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
                   data=start.meta.get("data"), data_state=data_state)

@@ -166,7 +166,8 @@ def test_json_and_csv_are_read(inputs):
     write_jsonl(inputs / "b.json", expected[20:30])
     (inputs / "c.json").write_text(json.dumps({"text": expected[30]}))
     for name, part, delimiter in (
-        ("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"), ("c.csv", expected[50:60] + expected[4:6], "\t")
+        ("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"),
+        ("c.csv", expected[50:60] + expected[4:6], "\t"),
     ):
         with open(inputs / name, "w", encoding="utf-8-sig", newline="") as file:
             csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(part)])
@@ -185,7 +186,8 @@ LATE = "".join(f"{i} " for i in range(180_000)) + " naïve café"  # after the f
 
 
 @pytest.mark.parametrize(("encoding", "text", "guessed"), [
-    ("gb18030", numbered("今天天气很好，我们去公园散步。他说：你好，世界！"), True), ("utf-16", numbered("plain English"), True),
+    ("gb18030", numbered("今天天气很好，我们去公园散步。他说：你好，世界！"), True),
+    ("utf-16", numbered("plain English"), True),
     ("cp1251", numbered("Привет, как дела? Сегодня хорошая погода."), True), ("latin-1", DUTCH, False),
     ("iso-2022-jp", f"plain ASCII\n{TALK}", False), ("iso2022_kr", "한국어 문장\n", False), ("euc_jp", TALK, False),
     ("cp1252", LATE, False)], ids=range(8))
@@ -295,7 +297,7 @@ PARQUET = PARQUET.getvalue().to_pybytes()
     ("a.csv", b"id,body\n1,x\n", "a.csv, line 2: no field 'text'; there is: id, body; choose with --field"),
     ("a.csv", b"id,text\n1,x\n2,Hello, she said\n", "a.csv, line 3: not as many fields as the 2 that the first"),
     ("a.csv", b'text,id\n"x",1\n"y" z,2\n', "a.csv, line 3: ',' expected after .* --delimiter=… names"),
-    ("a.csv", b'text,id\n"He said \\"x\\", C:",1\n"y",2\n', "a.csv, line 2: ',' expected .* marks doubled in quotations"),
+    ("a.csv", b'text,id\n"He said \\"x\\", C:",1\n"y",2\n', "a.csv, line 2: ',' expected .* doubled in quotations"),
     ("a.txt.xz", lzma.compress(os.urandom(9000).hex().encode())[:5000], "cannot read .*a.txt.xz"),
     ("a.json", b"[1, 2]", "a.json, entry 1: no field 'text'; there is: int"),
     ("a.json", b'{"text": "x"}\n{"text"', "a.json, line 2: not JSON"),

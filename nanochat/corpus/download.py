@@ -22,10 +22,12 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
     One shard of a dataset repository on the hub into a folder; returns its manifest entry. A file that is there with
     the hub's checksum is kept. Raises UserError, in one line.
     """
-    import huggingface_hub as hub  # here: making data from other sources does without it
+    # Imported late: data from other sources are made without it.
+    import huggingface_hub as hub
     from huggingface_hub.utils import disable_progress_bars
 
-    disable_progress_bars()  # one for each file; make_dataset counts the files
+    # The library would show a bar for each file; make_dataset counts the files.
+    disable_progress_bars()
     attempt = 0
     while True:
         attempt += 1
@@ -33,13 +35,16 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
             path = Path(hub.hf_hub_download(repository, file, repo_type="dataset", local_dir=folder))
             stated = hub.get_hf_file_metadata(hub.hf_hub_url(repository, file, repo_type="dataset"))
             return check_shard(path, stated.etag)
-        except Exception as error:  # httpx, the hub's library and xet raise all kinds
+        # httpx, the hub's library and xet raise all kinds of exceptions.
+        except Exception as error:
             if isinstance(error, OSError) and error.errno:
-                raise  # the disk's, not the network's
+                # An errno means this machine's disk, not the network: another try would fail in the same way.
+                raise
             # FileNotFoundError comes after the library's own tries to reach the hub: more would only wait longer.
             if attempt == TRIES or isinstance(error, FileNotFoundError):
                 cause: Any = error
-                while cause.__cause__:  # libraries nest an error of the network
+                # Libraries wrap an error of the network several times; the innermost says what happened.
+                while cause.__cause__:
                     cause = cause.__cause__
                 raise UserError(f"{file} of {repository}: {type(cause).__name__}: {first_line(cause)};"
                                 " the same command goes on from here, HF_ENDPOINT=… names a mirror") from error
@@ -48,6 +53,7 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
 
 def check_shard(path: Path, etag: str | None) -> dict:
     """The shard's manifest entry. ValueError, and the file is removed, when it differs from the hub's."""
+    # The library compares only sizes, and a proxy may send an error page of any size.
     checksum = sha256(path)
     try:
         if re.fullmatch("[0-9a-f]{64}", etag or "") and checksum != etag:

@@ -18,7 +18,8 @@ def why_no_bundle() -> str | None:
     the same on every rank. COLLECTIVE.
     """
     problem = from_rank0(make_bundle)
-    if problem is None:  # else the others would fail as slowly as rank 0
+    # After a failure on rank 0 the other ranks do not try: each would wait for the same timeout.
+    if problem is None:
         problem = first_problem(make_bundle())
     return problem
 
@@ -31,7 +32,8 @@ def make_bundle() -> str | None:
         try:
             if not folder.exists():
                 download(folder)
-        except Exception as error:  # of the network, of the archive, of the disk
+        # The network, the archive and the disk raise different kinds. CORE is optional, so none of them ends a run.
+        except Exception as error:
             problem = f"{URL}: {type(error).__name__}: {error}"
             return f"no CORE bundle in {folder}, and it cannot be downloaded: {problem}; put one there to measure CORE"
     return None
@@ -40,10 +42,12 @@ def make_bundle() -> str | None:
 def download(folder: Path) -> None:
     """Make the archive's folder the bundle. zipfile keeps every member inside of it."""
     with write_aside(folder) as aside:
-        archive = aside.with_name("eval_bundle.zip")  # in a temporary folder that is removed
+        # It lies beside the folder, in a temporary folder that is removed with it.
+        archive = aside.with_name("eval_bundle.zip")
         with urllib.request.urlopen(URL, timeout=TIMEOUT) as response, open(archive, "wb") as file:
             shutil.copyfileobj(response, file)
         with zipfile.ZipFile(archive) as file:
-            file.extractall(aside.parent)  # its folder has the name of ours, eval_bundle
+            # The archive's own folder is called eval_bundle, and so is `aside`: its content lands where it belongs.
+            file.extractall(aside.parent)
         if not (aside / "core.yaml").is_file():
             raise ValueError("the archive has no core.yaml")

@@ -30,7 +30,8 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     vocab_size counts the bytes and the special tokens, 265; the result is smaller when fewer pairs occur twice.
     """
-    from tokenizers import Regex, models, pre_tokenizers, trainers  # here: only learning needs the package
+    # Imported late: only learning needs the package.
+    from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Learner
 
     alphabet = byte_alphabet()
@@ -39,14 +40,16 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     trainer = trainers.BpeTrainer(
+        # A pair that occurs once (min_frequency) compresses nothing but the text that was learned from.
         vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=list(alphabet), show_progress=False,
-        min_frequency=2)  # a pair that occurs once compresses nothing but the training text
+        min_frequency=2)
     # A surrogate, which careless JSON holds, has no UTF-8 and becomes a question mark.
     learner.train_from_iterator((text.encode(errors="replace").decode() for text in texts), trainer)
 
     ids = learner.get_vocab()
     tokens = [bytes(alphabet[char] for char in token) for token in sorted(ids, key=ids.__getitem__)]
-    return Tokenizer(tokens[256:])  # the bytes come first
+    # The first 256 are the single bytes.
+    return Tokenizer(tokens[256:])
 
 
 def ensure_tokenizer(name: str) -> Tokenizer:
@@ -61,6 +64,7 @@ def training_texts(data: str) -> Iterator[str]:
     """The beginnings of the training split's documents."""
     left = MAX_CHARS
     for text in iter_texts(data, "train"):
+        # One very long document would otherwise decide which merges are learned.
         beginning = text[:DOCUMENT_CHARS]
         yield beginning
         left -= len(beginning)

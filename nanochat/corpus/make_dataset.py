@@ -42,7 +42,8 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     name = name or default_name(source)
     check_name(name, source)
     folder = dataset_dir(name)
-    print(f"making data set {name!r} in {folder}", flush=True)  # it can take minutes
+    # Said at once: reading can take minutes.
+    print(f"making data set {name!r} in {folder}", flush=True)
     with locked(folder.with_name(f".{name}.lock")):
         recover_folder(folder)
         if source in REMOTE:
@@ -61,9 +62,11 @@ def make_from_text(name: str, settings: dict) -> dict:
     seed = settings["seed"]
     shard_bytes = max(1, int(settings["shard_mb"] * 1e6))
     max_shards = settings["num_shards"] if settings["num_shards"] > 0 else sys.maxsize
-    enough = int(1.1 * max_shards * shard_bytes)  # bytes of text; a tenth is held out at most
+    # Bytes of text to read: at most a tenth is held out for validation.
+    enough = int(1.1 * max_shards * shard_bytes)
     tally: Counter = Counter()
-    fixed = source in OFFLINE  # the same settings give the same text
+    # Whether the same settings always give the same text.
+    fixed = source in OFFLINE
     documents: Iterable[tuple[str, str]]
     if source == "tinyworld":
         documents = sources.tinyworld_documents(seed, enough)
@@ -77,7 +80,8 @@ def make_from_text(name: str, settings: dict) -> dict:
     else:
         documents = own_documents(Path(source), tally, settings["encoding"], settings["field"], settings["delimiter"])
     shards_before = None
-    with contextlib.suppress(UserError):  # not made yet, or not whole
+    with contextlib.suppress(UserError):
+        # Suppressed: there is no data set yet, or it is damaged and made again.
         before = load_manifest(name)
         if fixed and settings == before["settings"]:
             print("already there, made with the same settings")
@@ -85,14 +89,17 @@ def make_from_text(name: str, settings: dict) -> dict:
         shards_before = before["shards"]
     documents = progress(documents, "reading", "documents")
     if source == "tinyworld":
-        documents = list(documents)  # read again below
+        # Kept in memory, because they are read again below.
+        documents = list(documents)
     with write_folder_aside(dataset_dir(name)) as aside:
         shards = build(aside, documents, seed, shard_bytes, max_shards, tally, source)
+        # A checkpoint resumes only on the very same data.
         if shards_before not in (None, shards) and (models := models_trained_with(fingerprint(name))):
             raise UserError(f"data set {name!r} would change, and {models} could not be resumed without it; "
                             f"choose another name with --name=…, or delete {dataset_dir(name)}")
+        # The validation documents can be generated again from these, to count their entropy.
         more = {}
-        if source == "tinyworld":  # the validation documents can be generated again, to count their entropy
+        if source == "tinyworld":
             index_of = {text: index for index, (text, _) in enumerate(documents)}
             more["val_indices"] = [index_of[text] for text in shard_texts(aside / shards[-1]["file"])]
         return write_manifest(aside, name, settings, shards, tally, **more)
@@ -105,7 +112,8 @@ def make_from_hub(name: str, source: str, num_shards: int) -> dict:
     files = [f"shard_{index:05d}.parquet" for index in [*range(number), last]]
     folder = dataset_dir(name)
     entries = {}
-    with contextlib.suppress(UserError):  # where anything is missing, all shards are compared with the hub again
+    with contextlib.suppress(UserError):
+        # Suppressed: if anything is missing, every shard is compared with the hub again.
         entries = {entry["file"]: entry for entry in load_manifest(name)["shards"]}
     missing = [file for file in files if file not in entries]
     with ThreadPoolExecutor(DOWNLOADS) as pool:
@@ -113,7 +121,8 @@ def make_from_hub(name: str, source: str, num_shards: int) -> dict:
         fetched = pool.map(fetch_shard, repeat(repository), missing, repeat(folder))
         for entry in progress(fetched, "fetching", "shards", len(missing)):
             entries[entry["file"]] = entry
-    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub library's notes
+    # The hub's library keeps notes in there.
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
     settings = {"source": source, "num_shards": num_shards}
     return write_manifest(folder, name, settings, [entries[file] for file in files], Counter())
 
@@ -140,7 +149,8 @@ def check_name(name: str, source: str) -> None:
     if not name or name.startswith(".") or "/" in name:
         raise UserError(f"{name!r} cannot name a data set: it is the name of its folder; choose one with --name=…")
     there = name if name in NAMED else source
-    with contextlib.suppress(UserError):  # a damaged one may be replaced
+    with contextlib.suppress(UserError):
+        # Suppressed: a damaged data set may be replaced.
         there = load_manifest(name)["source"]
     if there != source:
         raise UserError(f"data set {name!r} is of {there!r}; choose another name for {source!r} with --name=…, "

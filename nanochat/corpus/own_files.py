@@ -1,6 +1,6 @@
 """
-Documents of a user's own files. A text (.txt .md .markdown .rst) is one document, divided at lines of <|endoftext|> and,
-where it is long, at blank lines. Each line of .jsonl and .ndjson, entry of .json, row of .csv, .tsv and .parquet is a
+Documents of a user's own files. A text (.txt .md .markdown .rst) is one document, divided at lines of <|endoftext|>
+and, where it is long, at blank lines. Each line of .jsonl and .ndjson, entry of .json, row of .csv, .tsv and .parquet is a
 document. All but .parquet may be .gz, .zst, .bz2 or .xz.
 
 Two rules: nothing is glued together or lost in silence, and every error names the file and what to do.
@@ -75,6 +75,7 @@ def own_documents(path: Path, tally: Counter, encoding: str, field: str, delimit
                     documents += 1
                     yield text, text
         except NotText as error:
+            # A file that holds no text at all is for some other use, such as settings.json; a later row is damage.
             if documents > before:
                 raise
             problem = problem or error
@@ -114,7 +115,8 @@ def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> lis
         walk = iter([(str(source.parent), [], [source.name])])
     for place, folders, names in walk:
         real = os.path.realpath(place)
-        if real in seen:  # there may be several links to a folder, and circles
+        # Several links may lead to one folder, and links may form a circle.
+        if real in seen:
             folders.clear()
             continue
         seen.add(real)
@@ -136,7 +138,8 @@ def say(notes: Notes) -> None:
         if names:
             more = ", …" if len(names) > 5 else ""
             line = f"{len(names)} files {what}: {', '.join(names[:5])}{more}"
-            print(line.encode(errors="replace").decode())  # names may not be UTF-8
+            # Names of files are bytes, and need not be UTF-8.
+            print(line.encode(errors="replace").decode())
 
 
 def kind_of(path: Path) -> str:
@@ -222,7 +225,8 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
     if named == "utf-8" and is_text(found) and found["more"] >= 3 * bad:
         notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({bad:,})")
         return "utf-8-sig"
-    import charset_normalizer  # here: few need it
+    # Imported late: few need it.
+    import charset_normalizer
 
     advice = "repair it, or convert it to UTF-8 with iconv, whose -c leaves out what cannot be read"
     with open_bytes(path) as file:
@@ -245,9 +249,11 @@ def scan(path: Path, encoding: str, errors: str = "strict") -> Counter:
         try:
             while text := file.read(SAMPLE):
                 found["characters"] += len(text)
+                # With errors=replace only: a text may itself contain U+FFFD.
                 found["bad"] += text.count("\0") + text.count("\ufffd") * (errors == "replace")
                 found["more"] += len(text.encode(errors="replace")) - len(text)
-                found["escapes"] += text.count("\x1b$")  # a terminal's colors have another sign after the escape
+                # A terminal's colors have another sign after the escape.
+                found["escapes"] += text.count("\x1b$")
         except UnicodeError:
             return Counter(bad=sys.maxsize)
     return found
@@ -259,8 +265,8 @@ def is_text(found: Counter) -> bool:
 
 def cut_text(file: TextIO, most: int, separators: Counter) -> Iterator[str]:
     """
-    A text, divided at lines that are a SEPARATOR (which are counted), in parts of at most `most` characters. Each is cut
-    at the last gap between chapters (or Python's top-level definitions) that fits, else between paragraphs, lines,
+    A text, divided at lines that are a SEPARATOR (which are counted), in parts of at most `most` characters. Each is
+    cut at the last gap between chapters (or Python's top-level definitions) that fits, else between paragraphs, lines,
     words, characters.
     """
     rest = file.read(most + LOOKAHEAD)
@@ -272,6 +278,7 @@ def cut_text(file: TextIO, most: int, separators: Counter) -> Iterator[str]:
             end, after = separator.span()
         elif len(rest) > most:
             end = after = most
+            # No part is shorter than a quarter of `most`, so a text without gaps does not fall into crumbs.
             for mark in ("\n\n\n", "\n\n", "\n\r\n", "\n", " "):
                 found = rest.rfind(mark, most // 4, most)
                 if found >= 0:
@@ -307,7 +314,8 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
     The rows by the names in the first line. delimiter: "" takes the one of , ; tab and | that finds the field among the
     names, or most names.
     """
-    csv.field_size_limit(1 << 29)  # characters; texts are longer than the 131,072 that it takes otherwise
+    # Characters of a field: texts are longer than the limit of 131,072 that Python sets.
+    csv.field_size_limit(1 << 29)
 
     def names(mark: str) -> list[str]:
         return next(csv.reader([first], delimiter=mark), [])
@@ -351,9 +359,11 @@ def has_plain_quotation_marks(lines: Iterable[str], delimiter: str) -> bool:
 
 
 def parquet_rows(path: Path, field: str) -> Rows:
-    with open(path, "rb") as file, pq.ParquetFile(file) as parquet:  # opened by Python, as in open_bytes
+    # Opened by Python, as in open_bytes.
+    with open(path, "rb") as file, pq.ParquetFile(file) as parquet:
         columns = parquet.schema_arrow.names
-        if field in columns:  # reading one column is faster; without it a row says which there are
+        # Reading one column is faster. If there is no such column, a row is read whole, to say which there are.
+        if field in columns:
             columns = [field]
         for batch in parquet.iter_batches(batch_size=256, columns=columns):
             for row in batch.to_pylist():

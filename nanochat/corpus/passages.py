@@ -70,7 +70,8 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
             raise UserError(f"library 'python' is that of Python; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
     with locked(place.with_name(f".{place.name}.lock")):
-        recover_folder(place)  # what a killed process left
+        # A process that was killed may have left the old library beside its place.
+        recover_folder(place)
         manifest = {"source": source, "fingerprint": source_state(source)}
         with write_aside(place) as aside:
             database = connect(aside.as_uri())
@@ -121,8 +122,10 @@ def file_passages(source: Path, encoding: str, field: str, delimiter: str) -> It
                 for title, passage, line in text_passages(text, stem):
                     number = lines + line if has_lines else row
                     yield Passage(title, passage, f"{name}:{number}")
-                lines += text.count("\n") + 1  # the line that separates it from the next
-        except Exception as error:  # parsers raise all kinds
+                # One line more: the separator between this text and the next.
+                lines += text.count("\n") + 1
+        # Parsers raise all kinds. One damaged file does not cost the library of all others.
+        except Exception as error:
             rest = " to its end" if lines else ""
             print(f"{name} is not read{rest}: {first_line(error)}")
     say(notes)
@@ -153,7 +156,8 @@ def python_passages() -> Iterator[Passage]:
     for name, doc in documentation().items():
         first, _, rest = doc.partition("\n\n")
         if "->" in first and not first_sentence(first) and first_sentence(rest):
-            doc = rest  # older documentation begins with a signature alone
+            # Older documentation begins with a signature alone.
+            doc = rest
         sentence = first_sentence(doc) or ""
         text = sentence + first_paragraph(doc)[len(sentence):]
         for passage in PASSAGE.findall(text)[:1]:

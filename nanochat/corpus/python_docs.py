@@ -24,7 +24,8 @@ SIGNATURE = re.compile(r"\A(?:[\w.]+\([^)]*\)(?: *->[\w\[\]() ]+?(?=[,.:\n]|  |$
 def documentation() -> dict[str, str]:
     """The documentation of public objects by their names."""
     docs: dict[str, str] = {}
-    with warnings.catch_warnings(action="ignore"):  # about deprecated modules
+    # Deprecated modules warn when they are imported.
+    with warnings.catch_warnings(action="ignore"):
         for name, thing in public_objects():
             docs.setdefault(name, inspect.getdoc(thing) or "")
     return docs
@@ -32,11 +33,14 @@ def documentation() -> dict[str, str]:
 
 def public_objects() -> Iterator[tuple[str, object]]:
     """(name, object): modules, their functions and classes, and the methods and properties of those classes."""
-    known: dict[int, object] = {}  # by id; each object comes under its first name only: uuid.int_ is int
+    # By id: an object has the first name that it is seen under, so uuid.int_ is int. The objects are kept, so
+    # that no id is used again.
+    known: dict[int, object] = {}
     for module_name in MODULES:
         try:
             module = importlib.import_module(module_name)
-        except ImportError:  # a Python that was built without sqlite3, say
+        # Python may have been built without a module, such as sqlite3.
+        except ImportError:
             continue
         yield module_name, module
         for key in getattr(module, "__all__", vars(module)):

@@ -44,9 +44,11 @@ def python_documents() -> Documents:
     for path in files_below(Path(sysconfig.get_path("stdlib")), Notes(list), re.compile(r"\.py$")):
         if not {"site-packages", "dist-packages", "pydoc_data"} & set(path.parts):
             try:
-                with tokenize.open(path) as file:  # in the encoding that the source declares
+                # It reads the encoding that the source declares.
+                with tokenize.open(path) as file:
                     source = file.read()
-            except (SyntaxError, UnicodeDecodeError):  # tests of the interpreter declare nonsense
+            # Tests of the interpreter declare encodings that do not exist.
+            except (SyntaxError, UnicodeDecodeError):
                 continue
             for piece in cut_text(io.StringIO(source), MAX_CHARS, Counter()):
                 yield piece, source
@@ -69,12 +71,14 @@ def hf_documents(name: str, config: str, field: str, seed: int, text_bytes: int)
         split = splits["train" if "train" in splits else next(iter(splits))]
         for number, row in enumerate(split.shuffle(seed=seed % 2**32, buffer_size=SHUFFLE_BUFFER)):
             text = row_text(row, field, f"hf:{name}, row {number}")
-            left -= len(text)  # characters: near enough, and it must not cost an encoding
+            # Characters, not bytes: near enough, and an encoding of every text would cost time.
+            left -= len(text)
             yield text, text
             if left <= 0:
                 return
     except UserError:
         raise
-    except Exception as error:  # the package raises all kinds: no such set, no network, wrong config, damaged file
+    # The package raises all kinds: no such data set, no network, a wrong config, a damaged file.
+    except Exception as error:
         raise UserError(f"hf:{name}: {type(error).__name__}: {first_line(error)}; check the name and the network "
                         "(HF_ENDPOINT=… names a mirror)") from error

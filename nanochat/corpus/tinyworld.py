@@ -131,7 +131,8 @@ def facts() -> tuple[Fact, ...]:
         if "computed" in relation:
             rows = COMPUTED[relation["computed"]]
         else:
-            pairs = re.split(", (?=[^,]*=)", " ".join(relation["facts"].split()))  # an answer may have commas, too
+            # Pairs are separated by commas, and an answer may contain commas, too.
+            pairs = re.split(", (?=[^,]*=)", " ".join(relation["facts"].split()))
             rows = [tuple(pair.split("=")) for pair in pairs]
         for row in rows:
             world.append(make_fact(relation["topic"], noun, tuple(templates), row))
@@ -139,7 +140,8 @@ def facts() -> tuple[Fact, ...]:
 
 
 def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[str]) -> Fact:
-    slots = dict(zip("sayx", row))  # subject, answer, and the helpers of computed facts
+    # Subject, answer, and the helpers of computed facts.
+    slots = dict(zip("sayx", row))
     slots["np"] = noun.format(**slots)
     slots |= {"S": capital(slots["s"]), "A": capital(slots["a"]), "Np": capital(slots["np"])}
     tellings = []
@@ -221,7 +223,8 @@ def conversation(count: int, rng: StableRandom) -> Iterator[str]:
     yield meeting
     x, y = values["X"], values["Y"]
     for _ in range(count - 1):
-        turn = rng.choice(({"X": x, "Y": y}, {"X": y, "Y": x}))  # either may ask
+        # Either of the two may ask.
+        turn = rng.choice(({"X": x, "Y": y}, {"X": y, "Y": x}))
         if rng.below(2):
             yield sentence("exchanges", turn, rng)
         else:
@@ -246,7 +249,8 @@ def generate(seed: int, index: int) -> Document:
         text = " ".join(conversation(count, rng))
     else:
         text = " ".join(fact_sentence(topic, rng) for _ in range(count))
-    return Document(text, topic, rng.bits - math.log2(most + 1 - count))  # lengths that are still possible
+    # After the last sentence these lengths are still possible.
+    return Document(text, topic, rng.bits - math.log2(most + 1 - count))
 
 
 # ---- The entropy of a data set --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How the rows of an optimizer step fall into micro-steps and onto ranks: one rule for both loaders and for rollouts."""
+"""How the rows of an optimizer step fall into micro-steps and onto ranks, for both loaders and for rollouts."""
 from typing import NamedTuple, TypeVar
 
 import torch

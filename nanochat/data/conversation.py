@@ -67,7 +67,8 @@ def problem_with(messages: list[dict]) -> str | None:
 def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
     """The tokens of a conversation that begins with <|bos|>, for training: up to its last answer, or none."""
     ids, mask = [tokenizer.get_bos_token_id()], [0]
-    end = 0  # of the last answer
+    # What follows the last answer teaches nothing, and is left out.
+    end = 0
     for turn in turns_of(conversation["messages"]):
         for part_ids, trained in pieces(tokenizer, turn):
             ids += part_ids
@@ -93,8 +94,10 @@ def render_parts(tokenizer: Tokenizer, conversation: Conversation, max_tokens: i
     system = [message for message in messages[:1] if message["role"] == "system"]
     turns = turns_of(messages[len(system):])
     user_start = tokenizer.encode_special("<|user_start|>")
-    bounds = [i for i, token in enumerate(whole.ids) if token == user_start] + [len(whole.ids)]  # of the exchanges
+    # Where the exchanges begin, and the end.
+    bounds = [i for i, token in enumerate(whole.ids) if token == user_start] + [len(whole.ids)]
     last = len(bounds) - 1
+    # Each exchange alone, with the system message: the shortest part that can hold its answer.
     alone = [render(tokenizer, {"messages": system + turns[2 * i : 2 * i + 2]}) for i in range(last)]
 
     def tokens(start: int, stop: int) -> int:
@@ -102,7 +105,8 @@ def render_parts(tokenizer: Tokenizer, conversation: Conversation, max_tokens: i
 
     parts = []
     stop = 0
-    for new in range(last):  # the first exchange that is new in a part
+    # `new` is the first exchange that no earlier part has learned.
+    for new in range(last):
         if new < stop or not any(alone[new].mask) or len(alone[new].ids) > max_tokens:
             continue
         start, stop = new, new + 1
@@ -133,7 +137,8 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_las
             answer = last["content"]
     turns.append({"role": "assistant", "content": answer})
     ids = render(tokenizer, {"messages": turns}).ids
-    return ids[:-1]  # without <|assistant_end|>
+    # Without <|assistant_end|>: the assistant goes on.
+    return ids[:-1]
 
 
 def plain_text(conversation: Conversation) -> str:
@@ -176,7 +181,8 @@ def recent(messages: list[dict], size: Callable[[list[dict]], int], limit: int) 
         return messages[:first] + messages[starts[turn] :]
 
     last = len(starts) - 1
-    if size(rest(last)) > limit:  # what always stays is measured again in every step below: it must be short
+    # What always stays is measured in every step of the search below, so it must not be long.
+    if size(rest(last)) > limit:
         return rest(last)
     return rest(bisect.bisect_left(range(last), -limit, key=lambda turn: -size(rest(turn))))
 

@@ -37,8 +37,10 @@ class RenderedConversations:
                  name: str = "training"):
         rank, ranks = rank_and_size()
         count = len(conversations)
-        share = range(count * rank // ranks, count * (rank + 1) // ranks)  # mixtures are shuffled: equal work
-        ids = array("i")  # with the masks 5 bytes a token
+        # Mixtures are shuffled, so equal shares are about equal work.
+        share = range(count * rank // ranks, count * (rank + 1) // ranks)
+        # Together with the masks 5 bytes a token; lists of integers would take several times as much.
+        ids = array("i")
         masks = bytearray()
         lengths = []
         split = too_long = 0
@@ -104,7 +106,8 @@ def pack(lengths: Sequence[int], conversations: list[int], row_len: int) -> Rows
             return rows
         row = []
         space = row_len
-        taken = waiting.take_oldest()  # it fits: no conversation is longer than a row
+        # It fits: no conversation is longer than a row.
+        taken = waiting.take_oldest()
         while taken:
             length, index = taken
             row.append(index)
@@ -118,6 +121,7 @@ def balance(lengths: Any, conversations: list[int], unit: int, row_len: int) -> 
     Rows of at most row_len tokens, about equally long, with these conversations: as few multiples of `unit` as can be.
     The longest conversation goes first, and each to the shortest row so far.
     """
+    # The longest first: the short ones then even out what is left (greedy scheduling, Graham 1969).
     by_length = sorted(conversations, key=lengths.__getitem__, reverse=True)
     for count in range(unit, len(by_length) + unit, unit):
         rows: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(count)]  # a heap, by tokens

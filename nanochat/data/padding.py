@@ -28,15 +28,18 @@ def padded_batch(
         weights[i, : len(ids)] = torch.tensor(row_weights)
     targets = tokens[:, 1:].masked_fill(weights[:, 1:] == 0, -1)
     inputs, targets, weights = (part.contiguous() for part in (tokens[:, :-1], targets, weights[:, 1:]))
-    if device.type == "cuda":  # from pinned memory the copy does not wait for the work in the device's queue
+    # From pinned memory the copy does not wait for the work in the device's queue.
+    if device.type == "cuda":
         inputs, targets, weights = (part.pin_memory() for part in (inputs, targets, weights))
-    inputs, targets, weights = (part.to(device, non_blocking=device.type == "cuda") for part in (inputs, targets, weights))
+    pinned = inputs.is_pinned()
+    inputs, targets, weights = (part.to(device, non_blocking=pinned) for part in (inputs, targets, weights))
     return inputs, targets, weights
 
 
 def padded_length(longest: int, max_seq_len: int, device: torch.device) -> int:
     """The length to which rows of at most `longest` tokens are padded; at most max_seq_len."""
-    needed = max(longest - 1, 1)  # the last token is only a target
+    # The last token is only a target.
+    needed = max(longest - 1, 1)
     if device.type == "cpu":
         length = math.ceil(needed / CPU_MULTIPLE) * CPU_MULTIPLE
     else:

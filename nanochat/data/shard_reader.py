@@ -48,6 +48,7 @@ def load_manifest(name: str) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name)}") from error
     for file, size in sizes.items():
+        # Sizes only: hashing gigabytes at every start would cost minutes. A damaged page is an error when it is read.
         if not file.exists() or file.stat().st_size != size:
             raise UserError(f"{file} is missing or has not the {size} bytes that the manifest says; delete it and make "
                             f"the data set again, with these settings: {manifest['settings']}")
@@ -59,7 +60,8 @@ def how_to_make(name: str) -> str:
     source = name if name in NAMED else "…"
     command = f"python -m scripts.dataset --source={source} --name={name}"
     if name in REMOTE:
-        command += " --num_shards=8"  # all are hundreds of GB
+        # All shards together are hundreds of GB.
+        command += " --num_shards=8"
     return command
 
 
@@ -75,7 +77,8 @@ def shard_texts(path: Path) -> Iterator[str]:
         with pq.ParquetFile(path) as parquet:
             for group in range(parquet.num_row_groups):
                 for text in parquet.read_row_group(group, ["text"]).column(0).to_pylist():
-                    yield text or ""  # some of the hub's are null
+                    # The hub's shards contain some nulls.
+                    yield text or ""
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         advice = "delete it and make the data set again (python -m scripts.dataset --source=…)"
         raise UserError(f"{path} cannot be read ({first_line(error)}); {advice}") from error

@@ -22,6 +22,7 @@ class StableRandom:
     def below(self, n: int) -> int:
         """One of 0 … n − 1."""
         self.bits += math.log2(n)
+        # Not randrange, whose algorithm has changed between versions of Python.
         return int(self.uniform() * n)
 
     def choice(self, choices: Sequence[T]) -> T:

@@ -52,7 +52,8 @@ class Task(Sequence):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return Slice(self, range(len(self))[index])
-        return self.conversation(range(len(self))[index])  # the range counts from the end and raises IndexError
+        # The range counts negative indices from the end, and raises IndexError.
+        return self.conversation(range(len(self))[index])
 
 
 class Slice(Task):

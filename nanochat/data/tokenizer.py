@@ -87,7 +87,8 @@ class Tokenizer:
             tokenizer = cls(merges, document["pattern"])
             if tokenizer.fingerprint == document["fingerprint"]:
                 return tokenizer
-        except (OSError, ValueError, KeyError, TypeError):  # missing, not UTF-8, JSON or base64, not what was written
+        # Missing, not UTF-8, not JSON, not base64, or not what was written: the advice is the same.
+        except (OSError, ValueError, KeyError, TypeError):
             pass
         raise UserError(f"{path} is missing or damaged: train it again: python -m scripts.tok_train --data=…")
 
