@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         storage = f"http://localhost:{self.server.server_port}/storage/{self.path.rpartition('/')[2]}"
         tag = hashlib.sha256(body).hexdigest() if self.server.honest else "0" * 64
         self.answer(302, Location=storage, X_Repo_Commit="c" * 40, X_Linked_Size=str(len(body)),
-                    X_Linked_ETag=f'"{tag}"', ETag='"of the redirect"')
+                    X_Linked_ETag=f'"{tag}"')
 
     do_HEAD = resolve
 
@@ -69,8 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         if asked := self.headers.get("Range"):
             start = int(asked.removeprefix("bytes=").rstrip("-"))
         sent = bytes(len(body) - start) if fault == "wrong" else body[start:]
-        content_range = {"Content_Range": f"bytes {start}-{len(body) - 1}/{len(body)}"} if asked else {}
-        self.answer(206 if asked else 200, len(sent), ETag='"of the storage"', **content_range)
+        self.answer(206 if asked else 200, len(sent), Content_Range=f"bytes {start}-{len(body) - 1}/{len(body)}")
         if fault == "cut":
             sent, self.close_connection = sent[: len(sent) // 2], True
         for at in range(0, len(sent), 1_000 if fault == "slow" else len(sent)):
@@ -183,15 +182,9 @@ def test_more_shards_later_fetch_only_what_is_missing(hub):
     (hub.folder / "manifest.json").unlink()  # what is there is compared with the hub, not fetched
     make_dataset.make("climbmix", num_shards=2)
     assert fetched(hub) == {shard(0)} and shard_reader.fingerprint("climbmix") == first
-
-
-def test_a_shard_that_was_cut_off_on_disk_is_found_and_mended(hub):
+    (hub.folder / shard(1)).write_bytes(hub.bodies[shard(1)][:-1000])  # cut off on the disk
     make_dataset.make("climbmix", num_shards=2)
-    path, whole = hub.folder / shard(1), hub.bodies[shard(1)]
-    path.write_bytes(whole[:-1000])
-    fetched(hub)
-    make_dataset.make("climbmix", num_shards=2)
-    assert path.read_bytes() == whole and fetched(hub) == {shard(1)}
+    assert fetched(hub) == {shard(1)} and (hub.folder / shard(1)).read_bytes() == hub.bodies[shard(1)]
 
 
 def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub, monkeypatch):

@@ -1,7 +1,7 @@
 """
 Documents of a user's own files. A text (.txt .md .markdown .rst) is one document, divided at lines of <|endoftext|>
-and, where it is long, at blank lines. Each line of .jsonl and .ndjson, entry of .json, row of .csv, .tsv and .parquet is a
-document. All but .parquet may be .gz, .zst, .bz2 or .xz.
+and, where it is long, at blank lines. Each line of .jsonl and .ndjson, entry of .json, row of .csv, .tsv and .parquet
+is a document. All but .parquet may be .gz, .zst, .bz2 or .xz.
 
 Two rules: nothing is glued together or lost in silence, and every error names the file and what to do.
 """
