@@ -164,6 +164,8 @@ def test_json_and_csv_are_read(inputs):
     mixed = [*({"text": text} for text in expected[:10]), *expected[10:20]]
     (inputs / "a.json").write_text(json.dumps(mixed, indent=1))
     write_jsonl(inputs / "b.json", expected[20:30])
+    (inputs / "b.json").write_bytes(gzip.compress((inputs / "b.json").read_bytes()))
+    (inputs / "b.json").rename(inputs / "b.json.gz")
     (inputs / "c.json").write_text(json.dumps({"text": expected[30]}))
     for name, part, delimiter in (
         ("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"),

@@ -107,12 +107,12 @@ def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> lis
     The file, or all files below a folder whose names have the kind and are not hidden, in a fixed order. Linked folders
     belong to it, each folder once.
     """
+    if source.is_file():
+        return [source] if kind.search(source.name) else []
     found = []
     seen = set()
     cannot = notes["cannot be opened"]
     walk = os.walk(source, followlinks=True, onerror=lambda error: cannot.append(str(error)))
-    if source.is_file():
-        walk = iter([(str(source.parent), [], [source.name])])
     for place, folders, names in walk:
         real = os.path.realpath(place)
         # Several links may lead to one folder, and links may form a circle.
@@ -175,10 +175,10 @@ def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str, d
 
 def row_text(row: Any, field: str, place: str) -> str:
     """The text in a row's field; null is empty. NotText, naming the place, where there is none."""
-    fields = row if isinstance(row, dict) else {type(row).__name__: None}
-    if row is not fields or field not in fields:
-        raise NotText(f"{place}: no field {field!r}; there is: {', '.join(fields) or 'nothing'}; choose with --field=…")
-    text = fields[field]
+    if not isinstance(row, dict) or field not in row:
+        names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise NotText(f"{place}: no field {field!r}; there is: {names or 'nothing'}; choose with --field=…")
+    text = row[field]
     if not isinstance(text, str | None):
         raise NotText(f"{place}: field {field!r} holds {type(text).__name__}, expected a string")
     return text or ""
@@ -291,16 +291,21 @@ def cut_text(file: TextIO, most: int, separators: Counter) -> Iterator[str]:
 # ---- Rows of a file
 
 def json_rows(path: Path, encoding: str, whole: bool = True) -> Rows:
-    """whole: the entries of a list, or a single object; without such, and if not whole, one row a line."""
+    """whole: the entries of a list, or a single object. Else, or if the file is neither, one row a line."""
     with open_text(path, encoding) as file:
+        lines: Iterable[str] = file
         if whole:
-            with contextlib.suppress(ValueError, RecursionError):
-                entries = json.load(file)
+            text = file.read()
+            try:
+                entries = json.loads(text)
+            except (ValueError, RecursionError):
+                # Some call it .json and write lines. A compressed file cannot be read from its start again.
+                lines = io.StringIO(text)
+            else:
                 for number, row in enumerate(entries if isinstance(entries, list) else [entries], start=1):
                     yield f"{path}, entry {number}", row
                 return
-            file.seek(0)
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
                     row = json.loads(line)
