@@ -72,8 +72,8 @@ CANDIDATES = {
 
 def key_of(words: str, corpus: str, seed: int) -> dict:
     """Everything that determines a result, except the code. A result in the file with this key stands."""
-    flags = {"depth": depth, "max_seq_len": max_seq_len, "device_batch_size": device_batch_size,
-             "total_batch_size": total_batch_size, "eval_every": -1, "sample_every": -1}
+    flags: dict[str, Any] = {"depth": depth, "max_seq_len": max_seq_len, "device_batch_size": device_batch_size,
+                             "total_batch_size": total_batch_size, "eval_every": -1, "sample_every": -1}
     for word in f"{common} {words}".split():
         name, _, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):

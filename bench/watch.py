@@ -108,13 +108,16 @@ class Watch(Sent):
         super().__init__(rank, ranks)
         self.model, self.sharding, self.optimizers = set_up_training(
             config, getattr(torch, dtype), torch.device("cpu"), stage)
+        # Stage 3 has none of them.
+        self.buckets = getattr(self.sharding, "buckets", [])
+        self.sending = getattr(self.sharding, "in_flight", ())
 
     def in_flight(self) -> list[Tensor | None]:
         """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""
         found = []
-        for _, work, own, whole, _ in self.sharding.in_flight:
+        for _, work, own, whole, _ in self.sending:
             found += [own, whole, getattr(work, "received", None)]
-        for bucket in self.sharding.buckets:
+        for bucket in self.buckets:
             found += [source for _work, source in bucket.pending]
         return found
 
@@ -136,7 +139,7 @@ class Watch(Sent):
         alive = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         purposes = {
             "parameters": params,
-            "gradients": [t.grad for t in params + self.sharding.buckets + shards],
+            "gradients": [t.grad for t in params + self.buckets + shards],
             "optimizer": state,
             "in flight": self.in_flight(),
             # Everything else that Python knows of and that was made since `measure` began: what leaks shows here.

@@ -92,7 +92,7 @@ if floor is not None:
     bpb = evaluate_documents(model, documents, token_bytes, device_batch_size * max_seq_len)
     pairs = [(question.prompt, f" {question.answer}.") for question in held_out_questions()]
     answered = greedy_completes(model, tokenizer, pairs, device_batch_size * max_seq_len)
-    world_scores = {
+    world_scores: dict[str, float | str] = {
         f"bits per byte of validation documents{elsewhere}": bpb,
         "their floor": floor,
         "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})",

@@ -72,7 +72,6 @@ from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader, validation_rows
-from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, sample
 from nanochat.model.fp8 import use_fp8

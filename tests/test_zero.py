@@ -18,7 +18,7 @@ from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.adamw import DistAdamW
 from nanochat.optim.muon import DistMuon, orthogonalize
 from nanochat.optim.partition import equal_ranges, row_ranges
-from nanochat.optim.zero import Sharding
+from nanochat.optim.zero import shard_model
 from nanochat.plan.memory import RankMemory, split_into_stages
 
 CPU = torch.device("cpu")

@@ -40,7 +40,7 @@ for slots, words in DATA["slots"].items():
 
 # Computed facts: (subject, answer, {y}, {x}). They are many on few words: spelling and arithmetic are what small models
 # find hardest, because tokens hide letters and digits.
-COMPUTED: dict[str, Sequence[tuple[str, ...]]] = {
+COMPUTED: dict[str, list[tuple[str, ...]]] = {
     "spellings": [(word, "-".join(word)) for word in WORDS],
     "letters": [
         (word, {1: "once", 2: "twice", 3: "three times"}[word.count(x)], "-".join(word), x)

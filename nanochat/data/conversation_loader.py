@@ -9,6 +9,7 @@ import heapq
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor

@@ -102,7 +102,7 @@ class RowPlanner:
         # At most a small part of the corpus: documents that still wait are not seen in this epoch.
         documents = sum(entry["rows"] for entry in shards.entries)
         self.capacity = max(min(BUFFER_DOCUMENTS, documents // 32), 1)
-        state = state or dict.fromkeys(self.POSITION, 0) | {"ordinal": 0, "buffer": []}
+        state = state or {**dict.fromkeys(self.POSITION, 0), "ordinal": 0, "buffer": []}
         self.position = tuple(state[key] for key in self.POSITION)
         self.upcoming = self.documents(*self.position)
         self.ordinal = state["ordinal"]  # the next span's place among all that ever waited
@@ -186,7 +186,7 @@ class RowPlanner:
 def document_loader(
     data: str, split: str, tokenizer: Tokenizer, shape: BatchShape, *,
     rows_per_step: int = 0, seed: int = 0, state: dict | None = None, num_rows: int = sys.maxsize,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """
     Yields the batches of this rank, on its device, without end.
 

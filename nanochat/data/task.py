@@ -63,7 +63,7 @@ class Slice(Task):
         self.task, self.indices = task, indices
         self.name, self.eval_type, self.library, self.held_out = task.name, task.eval_type, task.library, task.held_out
         # Its own methods, not the class's: the judge is the task's.
-        self.evaluate, self.reward = task.evaluate, task.reward  # type: ignore[method-assign]
+        self.evaluate, self.reward = task.evaluate, task.reward
 
     def __len__(self) -> int:
         return len(self.indices)

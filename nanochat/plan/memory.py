@@ -8,7 +8,7 @@ which has one moment where AdamW has two. `ranks` share one copy of the sharded 
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -273,11 +273,12 @@ GPU_PROCESS = 1.0 * GIB
 NCCL = 0.5 * GIB
 
 
-def needed_bytes(*args, pipeline_stages: int = 1, **settings) -> float:
+def needed_bytes(*args: Any, pipeline_stages: int = 1, **settings: Any) -> float:
     """Bytes that training needs on a rank, margins included. Arguments as `RankMemory`."""
     step = 0.0  # at the fullest moment, in the pipeline stage that has it
-    for number in range(pipeline_stages):
-        rank = RankMemory(*args, pipeline_stages=pipeline_stages, number=number, **settings)
+    settings["pipeline_stages"] = pipeline_stages
+    for settings["number"] in range(pipeline_stages):
+        rank = RankMemory(*args, **settings)
         step = max(step, rank.states() + max(rank.moments().values()))
     if not rank.on_cpu:
         process = GPU_PROCESS + NCCL if rank.ranks > 1 else GPU_PROCESS

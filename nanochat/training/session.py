@@ -85,7 +85,7 @@ class Session:
         self.metrics.log_step(self.step, stats.values, lrm, tokens)
         # All ranks have compiled: shorter timeouts from here.
         if self.step == self.first_step:
-            after_first_step(*self.sharding.groups())
+            after_first_step(*self.sharding.groups.values())
         self.step += 1
 
     def end(self) -> None:
