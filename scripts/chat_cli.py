@@ -23,6 +23,7 @@ top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 256        # [1..] of an answer
 seed: int | None = None     # None: another answer every time
 library: str | None = None  # name or file of a library for the model to look into; None: that of Python, if it is there
+copying = True              # calls and quotations are copied to the letter (nanochat/inference/copying.py)
 configure(globals())
 
 import re
@@ -60,7 +61,7 @@ if warning := never_looks_up(tasks_of(stage, checkpoint.parent.name), library):
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES,
-                tools=open_library(library))
+                tools=open_library(library, copying))
 # Tokens of the context that stay free for an answer.
 room = min(max_new_tokens, engine.context // 4)
 

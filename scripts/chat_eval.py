@@ -19,6 +19,7 @@ tasks = "tinyworld, arithmetic, spellingbee"  # whose held-out problems are solv
 max_problems = -1           # [-1, 1..] of each task; -1: all
 batch_size = 32             # [1..] problems, or sequences, at a time on each rank; halve it when memory runs out
 max_new_tokens = 512        # [1..] tokens of an answer
+copying = True              # calls and quotations are copied to the letter (nanochat/inference/copying.py)
 configure(globals())
 
 from nanochat.eval.task_eval import accuracy, evaluate_task
@@ -44,7 +45,7 @@ scores = []
 rows = []
 sampling = SamplingParams(max_new_tokens, temperature=0)  # always the likeliest token
 for task in measured:
-    correct = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling)
+    correct = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, copying=copying)
     right = accuracy(correct)
     results[task.name] = f"{right:.1%}"
     scores.append((right - task.baseline) / (1 - task.baseline))  # centred: 0 for guessing, 1 for perfect

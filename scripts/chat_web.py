@@ -35,6 +35,7 @@ max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get 
 temperature = 0.6           # [0..] where a request does not say; 0: always the most probable token
 top_k = 50                  # [0..] likewise: only the k most probable tokens; 0: all
 library: str | None = None  # name or file of a library for models to look into; None: that of Python, if it is there
+copying = True              # calls and quotations are copied to the letter (nanochat/inference/copying.py)
 configure(globals())
 
 import os
@@ -95,7 +96,7 @@ for stage in sources:
     specs = tasks_of(stage, tag)
     if warning := never_looks_up(specs, library):
         print0(warning)
-    load = partial(load_engine, checkpoint, chosen_device, dtype, max_batch, library, workers)
+    load = partial(load_engine, checkpoint, chosen_device, dtype, max_batch, library, copying, workers)
     models.append(ServedModel(
         id=f"{tag}-{stage}",
         tokenizer=Tokenizer.load(checkpoint),

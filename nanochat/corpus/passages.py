@@ -87,9 +87,9 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     return place
 
 
-def open_library(file: str | None) -> Tools:
+def open_library(file: str | None, copying: bool = True) -> Tools:
     """The tools with a library, as `open_tools`; a line where its source has changed since."""
-    tools = open_tools(file)
+    tools = open_tools(file, copying)
     if tools.library:
         source = tools.library.manifest["source"]
         if tools.library.manifest["fingerprint"] != source_state(source):

@@ -32,10 +32,12 @@ def evaluate_task(
     max_problems: int = -1,
     sampling: SamplingParams = GREEDY,
     num_samples: int = 1,
+    copying: bool = True,
 ) -> list[list[bool]]:
     """
     Whether each sample of each of the first max_problems problems (-1: all) is correct, on every rank the same list.
-    model: whole on this rank. batch_size: problems, or sequences, at a time. COLLECTIVE.
+    model: whole on this rank. batch_size: problems, or sequences, at a time. copying: as `Tools` has
+    it. COLLECTIVE.
     """
     rank, world_size = rank_and_size()
     count = len(task) if max_problems < 0 else min(max_problems, len(task))
@@ -44,7 +46,7 @@ def evaluate_task(
     if task.eval_type == "categorical":
         answers = [[letter] for letter in likeliest_letters(model, tokenizer, conversations, batch_size)]
     else:
-        tools = open_tools(task.library)
+        tools = open_tools(task.library, copying)
         samples = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size, tools)
         answers = [[answer_text(tokenizer, one.tokens) for one in of_problem] for of_problem in samples]
     correct = []

@@ -298,7 +298,8 @@ class EngineProcess:
 
 
 def load_engine(
-    checkpoint: Path, device_type: str, dtype: str, max_batch: int, library: str | None, workers: int, number: int,
+    checkpoint: Path, device_type: str, dtype: str, max_batch: int, library: str | None, copying: bool,
+    workers: int, number: int,
 ) -> Engine:
     """The engine of worker `number`. The workers take the GPUs in turn, or share the cores."""
     os.environ["LOCAL_RANK"] = str(number % max(1, torch.cuda.device_count()))
@@ -307,7 +308,7 @@ def load_engine(
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     model = model.eval().to(compute_dtype(dtype, device))
     # One place more than an address may have, so that a newcomer need not wait until another's answer ends.
-    return Engine(model, tokenizer, max_batch + 1, PROMPT_CACHE_BYTES, max_batch, open_tools(library))
+    return Engine(model, tokenizer, max_batch + 1, PROMPT_CACHE_BYTES, max_batch, open_tools(library, copying))
 
 
 def main() -> None:

@@ -16,20 +16,9 @@ from functools import cache
 from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
 from nanochat.data.conversation import Conversation
 from nanochat.data.task import Task, reference
-from nanochat.tasks.common import single_turn, split_of, stable_hash
+from nanochat.tasks.common import read_texts, single_turn, split_of, stable_hash
 
-QUESTIONS = """
-What does {n} do?
-What is {n} for?
-Tell me what {n} does.
-Explain {n}.
-Describe {n}.
-What do I need {n} for?
-In Python, what does {n} do?
-What can I do with {n}?
-{n}?
-Please explain {n}.
-""".strip().splitlines()
+QUESTIONS = read_texts("python_questions")["questions"].splitlines()
 WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")  # in a sentence, not in a piece of code
 
 

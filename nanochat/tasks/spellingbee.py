@@ -28,7 +28,7 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer, get_tokenizer
-from nanochat.tasks.common import last_number, single_turn, split_of, stable_hash, with_tool
+from nanochat.tasks.common import last_number, read_texts, single_turn, split_of, stable_hash, with_tool
 from nanochat.tasks.python_questions import documentation_words
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
@@ -41,26 +41,9 @@ VOWELS = "a e i o u".split()
 CODAS = "d k l m n p r s t x".split()
 LONGEST = 8  # letters
 
-SPELL = """
-Spell "{w}".
-Spell {w}.
-How do you spell "{w}"?
-Spell the word {w}.
-How is {w} spelled?
-What are the letters of "{w}"?
-Please spell {w} letter by letter.
-I cannot spell {w}. Can you?
-Tell me how to spell "{w}".
-""".strip().splitlines()
-COUNT = """
-How many {x}'s are in "{w}"?
-How often does {x} occur in "{w}"?
-Count the letter {x} in "{w}".
-Count each {x} in "{w}".
-How many times is the letter {x} in "{w}"?
-In "{w}", how often do you find {x}?
-Tell me how often {x} is in "{w}".
-""".strip().splitlines()
+TEXTS = read_texts("spellingbee")
+SPELL = TEXTS["spell"].splitlines()
+COUNT = TEXTS["count"].splitlines()
 WAYS = {  # of counting, and what the question adds to ask for it; without a wish it is the tool, which is always right
     "tool": ("", "", " Use the tool."),
     "hand": (" Go letter by letter.", " Do not use the tool.", " Count by hand."),
