@@ -433,16 +433,6 @@ def test_flops_equal_those_that_torch_counts(arch):
     assert (forward.get_total_flops() + backward.get_total_flops()) == expected * tokens.numel()
 
 
-def test_activation_checkpointing_changes_nothing_but_memory():
-    tokens, grads = torch.randint(70, (2, 32)), []
-    for recompute in (False, True):
-        model = small_model(arch=ALL_PIECES, n_layer=3)
-        model.activation_checkpointing = recompute
-        model(tokens, tokens).backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
-
-
 def test_generate_is_the_argmax():
     """One token after the other, and beyond the trained length of 32."""
     model, ids = small_model(arch=ALL_PIECES), [3, 1, 4]

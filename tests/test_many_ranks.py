@@ -93,10 +93,12 @@ def tensors(base: Path, tag: str, step: int) -> dict[str, torch.Tensor]:
     return {f"{file.name} {name}": t for file in files for name, t in load_file(file).items()}
 
 
-def assert_same_checkpoint(base: Path, a: str, b: str, step: int) -> None:
+def assert_same_run(base: Path, a: str, b: str, step: int) -> None:
+    """The same losses, and every tensor of the checkpoint, to the bit."""
     first, second = tensors(base, a, step), tensors(base, b, step)
     assert first.keys() == second.keys() and first
     assert [name for name, t in first.items() if not torch.equal(t, second[name])] == []
+    assert losses(base, a) == losses(base, b)
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +164,7 @@ def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dty
     shutil.copy(folder(base, straight) / "metrics.jsonl", folder(base, resumed))
     printed = train(2, resumed, resume="auto", **settings)
     assert "resuming from" in printed and "step 00004/" in printed and "step 00003/" not in printed
-    assert_same_checkpoint(base, straight, resumed, 8)
-    assert losses(base, straight) == losses(base, resumed)
+    assert_same_run(base, straight, resumed, 8)
 
 
 def test_a_run_moves_between_ranks_and_stages(base):
@@ -199,34 +200,27 @@ def test_a_bad_step_is_nobodys_update(base):
 
 def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None,
               by: int = signal.SIGKILL, beat: float = 5, **settings) -> Job:
+    settings = {"num_iterations": STEPS, "save_every": 4} | settings
     return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill, by, beat)
 
 
-def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, undisturbed):
-    """SIGKILL of rank 1 in mid-step: with --max-restarts the same command ends, and matches the undisturbed run."""
-    job = start_job(tmp_path / "log", "killed", ("--max-restarts=1",), ("1", folder(base, "killed") / "step_000012"),
-                    num_iterations=STEPS, save_every=4)
-    assert job.end() == 0, job.text()
-    assert re.search(r"resuming from .*step_0000(12|16|20|24)", job.text())
-    assert_same_checkpoint(base, undisturbed, "killed", STEPS)
-    assert losses(base, undisturbed) == losses(base, "killed")
-
-
-def test_a_stopped_rank_is_ended_and_the_run_goes_on(base, tmp_path, undisturbed):
-    """SIGSTOP of rank 1: the process beside it names and ends it, torchrun starts both again, and nothing is lost."""
-    launcher = ("--max-restarts=1",)
-    job = start_job(tmp_path / "log", "silent", launcher, ("1", folder(base, "silent") / "step_000012"),
-                    signal.SIGSTOP, 1, num_iterations=STEPS, save_every=4)
-    assert job.end() == 0, job.text()
-    assert "rank 1 on " in job.text() and "silent for 8 s: its process was stopped" in job.text()
+@pytest.mark.parametrize("by, said", [
+    (signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "silent for 8 s: its process was stopped")])
+def test_a_rank_that_dies_is_brought_back_by_torchrun(base, tmp_path, undisturbed, by, said):
+    """
+    In mid-step. A stopped rank is named and ended by the process beside it. With --max-restarts the same command ends,
+    and matches the undisturbed run.
+    """
+    tag = by.name
+    job = start_job(tmp_path / "log", tag, ("--max-restarts=1",), ("1", folder(base, tag) / "step_000012"), by, 1)
+    assert job.end() == 0 and said in job.text(), job.text()
     assert re.search(r"resuming from .*step_0000(08|12|16|20|24)", job.text())
-    assert_same_checkpoint(base, undisturbed, "silent", STEPS)
+    assert_same_run(base, undisturbed, tag, STEPS)
 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
     """SIGKILL of both ranks when a save has begun; then the newest checkpoint is damaged, named and passed over."""
-    job = start_job(tmp_path / "log", "saving", kill=("01", folder(base, "saving") / ".step_0000[12]*/*"),
-                    num_iterations=STEPS, save_every=4)
+    job = start_job(tmp_path / "log", "saving", kill=("01", folder(base, "saving") / ".step_0000[12]*/*"))
     assert job.end() != 0 and "SIGKILL" in job.text(), job.text()
     newest = max(folder(base, "saving").glob("step_*"))
     shard = newest / "optimizer_rank_00001.safetensors"
@@ -236,31 +230,29 @@ def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, 
     printed = train(2, "saving", resume="auto", num_iterations=STEPS, save_every=4)
     assert f"warning: {newest}: optimizer_rank_00001.safetensors does not match its checksum" in printed
     assert "resuming from" in printed and not list(folder(base, "saving").glob(".step*"))
-    assert_same_checkpoint(base, undisturbed, "saving", STEPS)
+    assert_same_run(base, undisturbed, "saving", STEPS)
 
 
 def test_an_evaluation_that_fails_on_all_ranks_costs_no_step(base, tmp_path, undisturbed):
     """At step 6, where no save is due; the error is told once, and the resumed run is the undisturbed one."""
     broken_bundle(base)
-    job = start_job(tmp_path / "log", "failed", num_iterations=STEPS, core_metric_every=6)
+    job = start_job(tmp_path / "log", "failed", save_every=-1, core_metric_every=6)
     assert job.end() == 1 and job.text().count("error: ") == 1 and "broken.jsonl: a line" in job.text(), job.text()
     assert [path.name for path in folder(base, "failed").glob("step_*")] == ["step_000006"]
     train(2, "failed", resume="auto", num_iterations=STEPS)
-    assert_same_checkpoint(base, undisturbed, "failed", STEPS)
-    assert losses(base, undisturbed) == losses(base, "failed")
+    assert_same_run(base, undisturbed, "failed", STEPS)
 
 
 def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
     """To the launcher, as schedulers do: every worker exits 0 with a checkpoint of the step it was in."""
     job = start_job(tmp_path / "log", "stopped", kill=("0", folder(base, "stopped") / "step_000010"), by=signal.SIGTERM,
-                    num_iterations=STEPS, save_every=10)
+                    save_every=10)
     job.end()  # torchrun's own status is 1
     step = int(re.search(r"stopped after step (\d+); --resume=auto continues", job.text())[1])
     assert 10 < step < STEPS and "exitcode" not in job.text(), job.text()
     assert max(folder(base, "stopped").glob("step_*")).name == f"step_{step:06d}"
     train(2, "stopped", resume="auto", num_iterations=STEPS, save_every=-1)
-    assert_same_checkpoint(base, undisturbed, "stopped", STEPS)
-    assert losses(base, undisturbed) == losses(base, "stopped")
+    assert_same_run(base, undisturbed, "stopped", STEPS)
 
 
 def evaluate_until_stopped(rank: int, world_size: int, args: list[str]) -> tuple[str, int]:

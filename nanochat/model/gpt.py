@@ -42,14 +42,12 @@ class Head(nn.Linear):
         if targets is None:
             logits = x @ self.weight.T  # (B, T, padded_vocab_size)
             return cap(logits[..., : self.vocab_size], self.softcap)
-        rows = x.flatten(0, 1)  # (B · T, C)
+        rows = x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap  # (B · T, C), …
         if reduction == "none":
-            losses = token_losses(rows, self.weight, targets.flatten(), self.vocab_size, self.softcap)
-            return losses.view(targets.shape)
+            return token_losses(*rows).view(targets.shape)
         if weights is not None:
             weights = weights.flatten()
-        loss = softcapped_cross_entropy(
-            rows, self.weight, targets.flatten(), self.vocab_size, self.softcap, weights)
+        loss = softcapped_cross_entropy(*rows, weights)
         if reduction == "mean":
             loss = loss / (targets >= 0).sum().clamp(min=1)
         return loss

@@ -34,17 +34,12 @@ def softcapped_cross_entropy(
     Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None).
     """
     valid = (targets >= 0).float()
-    if weights is None:
-        weights = valid
-    else:
-        weights = valid * weights
+    weights = valid if weights is None else valid * weights
     # Rows without weight need no logits. On a GPU the host would have to wait until it knows their number.
     if x.device.type == "cpu":
         counted = weights.nonzero()[:, 0]
-        if len(counted) < len(x):  # rows without weight need no logits
-            x = x.index_select(0, counted)
-            targets = targets.index_select(0, counted)
-            weights = weights.index_select(0, counted)
+        if len(counted) < len(x):
+            x, targets, weights = (t.index_select(0, counted) for t in (x, targets, weights))
     return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap)
 
 
