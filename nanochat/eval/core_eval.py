@@ -9,10 +9,10 @@ one. Accuracies are centred, (accuracy − guessing) / (1 − guessing), and COR
 The bundle is a folder: core.yaml lists the tasks, eval_meta_data.csv the accuracy of guessing, eval_data/ the items.
 """
 import csv
-import itertools
 import json
 import os
 import random
+from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import torch
 
 from nanochat.data.padding import Row
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.loss_eval import measure, row_of
+from nanochat.eval.loss_eval import score_rows, target_row
 from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.devices import sum_dtype
@@ -43,9 +43,8 @@ class CoreTask(NamedTuple):
 
 
 class Item(NamedTuple):
-    variants: list[str]  # the texts among which the model chooses; in language modelling only the right one
+    variants: list[str]  # the texts among which the model chooses; in language modelling without and with the ending
     gold: int            # which of them is right
-    before: str          # in language modelling the text before the ending
 
 
 # ---- The bundle
@@ -89,47 +88,45 @@ def item_of(task: CoreTask, fields: dict) -> Item:
     """An item from a line of the task's file."""
     if task.kind == "language_modeling":
         before = fields["context"].strip() + task.delimiter
-        return Item([before + fields["continuation"]], 0, before)
+        return Item([before, before + fields["continuation"]], 1)
     if task.kind == "schema":
         variants = [context + task.delimiter + fields["continuation"] for context in fields["context_options"]]
     else:
         variants = [fields["query"] + task.delimiter + choice for choice in fields["choices"]]
-    return Item(variants, fields["gold"], "")
+    return Item(variants, fields["gold"])
 
 
 # ---- From items to rows of tokens
 
 
 def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
-    """The item's variants, each after the same examples; in language modelling, first, the text before the ending."""
-    item = items[index]
+    """The item's variants, each after the same examples."""
     others = items[:index] + items[index + 1 :]
     drawn = random.Random(1234 + index).sample(others, min(task.num_fewshot, len(others)))
     shots = "".join(example.variants[example.gold] + "\n\n" for example in drawn)
-    texts = [shots + text for text in item.variants]
+    texts = [shots + text for text in items[index].variants]
     if task.kind == "language_modeling":
-        # A blank at its end would be a token here, and part of the next word in the whole text.
-        texts.insert(0, (shots + item.before).rstrip())
+        # A blank at the end would be a token of its own; in the whole text it is the beginning of the next word's.
+        texts[0] = texts[0].rstrip()
     return texts
 
 
 def rows_of(task: CoreTask, items: list[Item], index: int, tokenizer: Tokenizer, longest: int) -> list[Row]:
     """The rows of an item's variants, cut behind <|bos|> to `longest` tokens. One token at least counts."""
     encoded = tokenizer.encode(prompts_of(task, items, index), prepend="<|bos|>")
-    if task.kind == "schema":
-        shared = len(os.path.commonprefix([tokens[::-1] for tokens in encoded]))  # of lists, in spite of its name
-        starts = [len(tokens) - shared for tokens in encoded]
-    else:
-        starts = [len(os.path.commonprefix(encoded))] * len(encoded)
-    if task.kind == "language_modeling":  # the text before the ending has done its work
+    from_end = task.kind == "schema"
+    # commonprefix takes any sequences, though it stands in os.path.
+    shared = len(os.path.commonprefix([tokens[::-1] for tokens in encoded] if from_end else encoded))
+    if task.kind == "language_modeling":
+        # The text without the ending only shows where the ending starts.
         encoded = encoded[1:]
-        starts = starts[1:]
     rows = []
-    for tokens, start in zip(encoded, starts, strict=True):
+    for tokens in encoded:
+        start = len(tokens) - shared if from_end else shared
         cut = max(len(tokens) - longest, 0)
-        # Nothing predicts <|bos|>; where one choice begins another, its last token counts.
+        # Nothing predicts <|bos|>. If one choice is the beginning of another, its last token counts.
         start = max(1, min(start, len(tokens) - 1) - cut)
-        rows.append(row_of(tokens[:1] + tokens[1 + cut :], start))
+        rows.append(target_row(tokens[:1] + tokens[1 + cut :], start))
     return rows
 
 
@@ -150,37 +147,35 @@ def evaluate_core(
     rank, world_size = rank_and_size()
     device = next(model.parameters()).device
     longest = model.config.sequence_len + 1
-    counts = []  # right answers and items of each task on this rank
-    for task in tasks:
+    sizes = []                   # items of each task
+    correct = [0] * len(tasks)   # right answers of each, on this rank
+    for number, task in enumerate(tasks):
         items = load_items(task)
         if max_per_task >= 0:
             items = items[:max_per_task]
+        sizes.append(len(items))
         greedily = task.kind == "language_modeling"
-        right = asked = 0
-        # Blocks are dealt out whole: what a forward pass holds does not depend on the ranks, nor do its last digits.
+        # Each block goes to one rank whole: no forward pass, nor its rounding, depends on the number of ranks.
         blocks = range(0, len(items), BLOCK * world_size)
-        for first in until_stopped(progress(blocks, f"CORE {len(counts) + 1}/{len(tasks)} {task.label}", "blocks")):
-            start = min(first + BLOCK * rank, len(items))
-            block = range(start, min(start + BLOCK, len(items)))
-            groups = [rows_of(task, items, index, tokenizer, longest) for index in block]
-            rows = list(itertools.chain.from_iterable(groups))
-            with eagerly():  # shapes change from pass to pass
-                values = measure(model, rows, tokens_per_forward, greedily)
-            for index, group in zip(block, groups):
-                of_item = values[: len(group)]
-                values = values[len(group) :]
+        for first in until_stopped(progress(blocks, f"CORE {number + 1}/{len(tasks)} {task.label}", "blocks")):
+            start = first + BLOCK * rank
+            block = range(len(items))[start : start + BLOCK]
+            variants = [rows_of(task, items, index, tokenizer, longest) for index in block]
+            # Shapes change from pass to pass, so nothing is compiled.
+            with eagerly():
+                scores = iter(score_rows(model, list(chain.from_iterable(variants)), tokens_per_forward, greedily))
+            for index, rows in zip(block, variants):
+                item_scores = list(islice(scores, len(rows)))
                 if greedily:
-                    right += of_item[0] == 0
+                    correct[number] += item_scores[0] == 0
                 else:
-                    right += of_item.index(min(of_item)) == items[index].gold
-            asked += len(block)
-        counts.append([right, asked])
-    sums = torch.tensor(counts, dtype=sum_dtype(device), device=device)
+                    correct[number] += item_scores.index(min(item_scores)) == items[index].gold
+    sums = torch.tensor(correct, dtype=sum_dtype(device), device=device)
     all_reduce_sum(sums)
-    scores = {}
-    for task, (right, asked) in zip(tasks, sums.tolist()):
-        scores[task.label] = (right / asked - task.baseline) / (1 - task.baseline)
-    return fmean(scores.values()), scores
+    centered = {}
+    for task, count, size in zip(tasks, sums.tolist(), sizes):
+        centered[task.label] = (count / size - task.baseline) / (1 - task.baseline)
+    return fmean(centered.values()), centered
 
 
 def core_name(max_per_task: int) -> str:

@@ -43,10 +43,7 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> Te
 
 
 def evaluate_documents(
-    model,
-    documents: list[list[int]],
-    token_bytes: np.ndarray,
-    tokens_per_forward: int,
+    model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
 ) -> float:
     """
     Bits per byte of whole documents, in windows: a row is <|bos|> and the next sequence_len tokens, so that every token
@@ -57,96 +54,87 @@ def evaluate_documents(
     rows = []
     for bos, *tokens in documents:
         for start in range(0, len(tokens), length):
-            rows.append(row_of([bos, *tokens[start : start + length]], 1))
+            rows.append(target_row([bos, *tokens[start : start + length]], 1))
     rank, world_size = rank_and_size()
-    batches = batches_by_length(rows, tokens_per_forward)[rank::world_size]
-    return evaluate_bpb(model, (padded(rows, indices, device) for indices in batches), len(batches), token_bytes)
+    batches = group_by_length(rows, tokens_per_forward)[rank::world_size]
+    return evaluate_bpb(model, (collate(rows, indices, device) for indices in batches), len(batches), token_bytes)
 
 
 @torch.no_grad()
 def greedy_completes(
-    model,
-    tokenizer: Tokenizer,
-    pairs: list[tuple[str, str]],
-    tokens_per_forward: int,
+    model, tokenizer: Tokenizer, pairs: list[tuple[str, str]], tokens_per_forward: int
 ) -> list[bool]:
     """
     Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch: the tokens are
-    those of greedy decoding if and only if each is the most likely one after the expected ones before it. What does
-    not fit into a row of the model is not completed. COLLECTIVE.
+    those of greedy decoding if and only if each is the most likely one after the expected ones before it. A text that
+    does not fit into a row of the model is not completed. COLLECTIVE.
     """
-    longest = model.config.sequence_len + 1
     prompts = tokenizer.encode([prompt for prompt, _ in pairs], prepend="<|bos|>")
     texts = tokenizer.encode([prompt + completion for prompt, completion in pairs], prepend="<|bos|>")
-    rows = []
-    for prompt, whole in zip(prompts, texts):
-        rows.append(row_of(whole, len(prompt)))
-    wrong = measure(model, rows, tokens_per_forward, greedily=True)
-    return [count == 0 and len(tokens) <= longest for count, (tokens, _) in zip(wrong, rows)]
+    rows = [target_row(text, len(prompt)) for prompt, text in zip(prompts, texts)]
+    wrong = score_rows(model, rows, tokens_per_forward, greedily=True)
+    return [count == 0 and len(text) <= model.config.sequence_len + 1 for count, text in zip(wrong, texts)]
 
 
-def measure(
-    model,
-    rows: list[Row],
-    tokens_per_forward: int,
-    greedily: bool,
-) -> list[float]:
+def score_rows(model, rows: list[Row], tokens_per_forward: int, greedily: bool) -> list[float]:
     """
-    The value of each row: the mean loss of its targets, in nats; or, greedily, how many of them are not the most likely
-    token. COLLECTIVE, each rank with rows of its own, because sharded parameters make every forward pass so.
+    For each row the mean loss of its targets, in nats; or, greedily, how many of its targets are not the most likely
+    token. COLLECTIVE: each rank has rows of its own, but with sharded parameters every forward pass is a collective.
     """
     device = next(model.parameters()).device
-    batches = batches_by_length(rows, tokens_per_forward)
+    batches = group_by_length(rows, tokens_per_forward)
     if dist.is_initialized():
         passes = torch.tensor(len(batches), device=device)
         dist.all_reduce(passes, dist.ReduceOp.MAX)
-        batches += [[]] * (int(passes) - len(batches))  # without rows of its own a rank takes part in others' passes
-    values = [0.0] * len(rows)
+        # A rank that has fewer batches makes the other ranks' passes with rows that count for nothing.
+        batches += [[]] * (int(passes) - len(batches))
+    scores = [0.0] * len(rows)
     for indices in batches:
-        inputs, targets = padded(rows, indices, device)
+        inputs, targets = collate(rows, indices, device)
         counts = targets >= 0
         if greedily:
             # The head sees only the positions that have a target: the logits of all positions could be gigabytes.
             likeliest = model.lm_head(model.hidden(inputs)[counts]).argmax(-1)
-            wrong = torch.zeros_like(targets)
-            wrong[counts] = (likeliest != targets[counts]).long()
-            measured = wrong.sum(1)
+            wrong = counts.clone()
+            wrong[counts] = likeliest != targets[counts]
+            batch_scores = wrong.sum(1)
         else:
-            measured = model(inputs, targets, reduction="none").sum(1) / counts.sum(1)
-        measured = measured.tolist()  # the one wait for the device
-        for index, value in zip(indices, measured):
-            values[index] = value
-    return values
+            batch_scores = model(inputs, targets, reduction="none").sum(1) / counts.sum(1)
+        # .tolist() is the one wait for the device.
+        for index, score in zip(indices, batch_scores.tolist()):
+            scores[index] = score
+    return scores
 
 
 # ---- Rows of any length in padded batches
 
 
-def row_of(tokens: list[int], start: int) -> Row:
-    """A row whose tokens from `start` on are targets."""
+def target_row(tokens: list[int], start: int) -> Row:
+    """A row whose targets are the tokens from `start` on."""
     return tokens, [0.0] * start + [1.0] * (len(tokens) - start)
 
 
-def batches_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]:
+def group_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]:
     """
-    The indices of the rows, those of like length together: rows times length, padding included, is at most
-    tokens_per_forward. A longer row goes alone.
+    The indices of the rows in batches, rows of similar length together: rows times length, padding included, is at most
+    tokens_per_forward. A longer row is a batch of its own.
     """
     lengths = [len(tokens) for tokens, _ in rows]
     batches: list[list[int]] = []
-    for index in sorted(range(len(rows)), key=lengths.__getitem__):  # each is the longest so far
+    # Sorted, so each row is the longest of its batch so far.
+    for index in sorted(range(len(rows)), key=lengths.__getitem__):
         if not batches or (len(batches[-1]) + 1) * lengths[index] > tokens_per_forward:
             batches.append([])
         batches[-1].append(index)
     return batches
 
 
-def padded(rows: list[Row], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def collate(rows: list[Row], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """
-    inputs and targets of these rows, (B, T): T + 1 is the longest row's length; targets that do not count are −1.
-    Without any indices a row that nobody asked for, so that there is something to compute.
+    inputs and targets of the rows with these indices, (B, T): T + 1 is the longest row's length; positions without a
+    target have −1. Without indices it is one row of zeros, so that a forward pass has something to compute.
     """
-    chosen = [rows[index] for index in indices] or [row_of([0, 0], 1)]
+    chosen = [rows[index] for index in indices] or [target_row([0, 0], 1)]
     length = max(len(tokens) for tokens, _ in chosen) - 1
     inputs, targets, _ = padded_batch(chosen, len(chosen), length, device)
     return inputs, targets

@@ -10,11 +10,11 @@ import torch
 from nanochat.data.conversation import render_prompt
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.loss_eval import batches_by_length, padded, row_of
+from nanochat.eval.loss_eval import collate, group_by_length, target_row
 from nanochat.inference.detokenizer import answer_text
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import Tools, open_tools
+from nanochat.inference.tools import open_tools
 from nanochat.model.gpt import GPT
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.compiling import eagerly
@@ -36,8 +36,8 @@ def evaluate_task(
 ) -> list[list[bool]]:
     """
     Whether each sample of each of the first max_problems problems (-1: all) is correct, on every rank the same list.
-    model: whole on this rank. batch_size: problems, or sequences, at a time. copying: as `Tools` has
-    it. COLLECTIVE.
+    model: whole on this rank. batch_size: problems, or sequences, at a time. copying: as `Tools`
+    has it. COLLECTIVE.
     """
     rank, world_size = rank_and_size()
     count = len(task) if max_problems < 0 else min(max_problems, len(task))
@@ -46,38 +46,40 @@ def evaluate_task(
     if task.eval_type == "categorical":
         answers = [[letter] for letter in likeliest_letters(model, tokenizer, conversations, batch_size)]
     else:
-        tools = open_tools(task.library, copying)
-        samples = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size, tools)
-        answers = [[answer_text(tokenizer, one.tokens) for one in of_problem] for of_problem in samples]
+        answers = []
+        for samples in generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying):
+            answers.append([answer_text(tokenizer, answer.tokens) for answer in samples])
     correct = []
     # A vote waits for the slowest rank, and a program of HumanEval may take seconds: several problems between votes.
-    for conversation, of_problem in until_stopped(zip(conversations, answers), every=8):
-        correct.append([task.evaluate(conversation, answer) for answer in of_problem])
-    of_ranks = gather_objects(correct)
-    return [of_ranks[index % world_size][index // world_size] for index in range(count)]  # in the task's order
+    for conversation, samples in until_stopped(zip(conversations, answers), every=8):
+        correct.append([task.evaluate(conversation, answer) for answer in samples])
+    by_rank = gather_objects(correct)
+    # Problem i was rank i % world_size's: back into the order of the task.
+    return [by_rank[index % world_size][index // world_size] for index in range(count)]
 
 
 def generate_answers(
+    task: Task,
+    indices: Sequence[int],
     model: GPT,
     tokenizer: Tokenizer,
-    conversations: Sequence[dict],
-    indices: Sequence[int],
     sampling: SamplingParams,
     num_samples: int,
     batch_size: int,
-    tools: Tools,
+    copying: bool,
 ) -> list[list[Answer]]:
-    """num_samples answers to each conversation. indices: of the conversations in their task; they seed the samples."""
-    prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
+    """num_samples answers to each of these problems of a task; a problem's index seeds its samples."""
+    prompts = [render_prompt(tokenizer, task[index]) for index in indices]
     seeded = [seed_with(sampling, index) for index in indices]
-    engine = Engine(model, tokenizer, batch_size, tools=tools)
+    engine = Engine(model, tokenizer, batch_size, tools=open_tools(task.library, copying))
     answers = engine.generate(prompts, seeded, num_samples, truncate=True)
     return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 
 
 def seed_with(sampling: SamplingParams, number: int) -> SamplingParams:
-    """With a seed for this problem or step: its samples depend neither on the rank nor on the other problems."""
-    return replace(sampling, seed=hash((sampling.seed or 0, number)))  # of integers: the same in every process
+    """A seed for this problem or step: its samples depend neither on the rank nor on the other problems."""
+    # The hash of integers, unlike that of texts, is the same in every process.
+    return replace(sampling, seed=hash((sampling.seed or 0, number)))
 
 
 @torch.inference_mode()
@@ -89,15 +91,19 @@ def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[
     for conversation in conversations:
         ids = render_prompt(tokenizer, conversation)
         if len(ids) > limit:
-            ids = ids[:1] + ids[1 - limit :]  # the question comes last
-        rows.append(row_of([*ids, 0], len(ids)))  # any target: its place is where the letter is predicted
-    batches = batches_by_length(rows, batch_size * limit)
+            # The question comes last, so the cut is at the beginning, behind <|bos|>.
+            ids = ids[:1] + ids[1 - limit :]
+        # The target, here token 0, is never used: its position is where the letter is predicted.
+        rows.append(target_row([*ids, 0], len(ids)))
     chosen = [""] * len(rows)
+    batches = group_by_length(rows, batch_size * limit)
     for indices in until_stopped(progress(batches, "choosing", "batches")):
-        tokens, targets = padded(rows, indices, device)
-        with eagerly():  # shapes change from batch to batch
-            hidden = model.hidden(tokens)[targets >= 0]  # (B, C): no logits of other positions
-        logits = (hidden @ model.lm_head.weight.T).float().cpu()  # before the softcap, which keeps their order
+        inputs, targets = collate(rows, indices, device)
+        # Shapes change from batch to batch, so nothing is compiled.
+        with eagerly():
+            hidden = model.hidden(inputs)[targets >= 0]  # (B, C)
+        # Without the softcap, which would keep the order of the logits.
+        logits = (hidden @ model.lm_head.weight.T).float().cpu()
         for row, index in zip(logits, indices):
             letters = conversations[index]["letters"]
             first = [tokenizer.encode(letter)[0] for letter in letters]
@@ -115,8 +121,4 @@ def pass_at(correct: list[list[bool]], k: int) -> float:
     The probability that at least one of k samples solves a problem, mean over problems; unbiased, from n ≥ k samples of
     each: 1 − C(n − c, k) / C(n, k) where c are correct. Chen et al. 2021, arXiv:2107.03374.
     """
-    chances = []
-    for samples in correct:
-        wrong = len(samples) - sum(samples)
-        chances.append(1 - math.comb(wrong, k) / math.comb(len(samples), k))
-    return fmean(chances)
+    return fmean(1 - math.comb(samples.count(False), k) / math.comb(len(samples), k) for samples in correct)

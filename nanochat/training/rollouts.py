@@ -8,7 +8,6 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.task_eval import accuracy, generate_answers
 from nanochat.inference.detokenizer import answer_text
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import open_tools
 from nanochat.model.gpt import GPT
 
 
@@ -32,12 +31,11 @@ def sample_rollouts(
     batch_size: int,
 ) -> list[Rollout]:
     """num_samples rollouts of each of these problems, those of one problem next to each other, with advantages."""
-    conversations = [task[index] for index in indices]
-    tools = open_tools(task.library, copying=False)  # a draw has to have the model's own probabilities
-    answers = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size, tools)
+    # A draw has to have the model's own probability.
+    answers = generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying=False)
     rollouts = []
-    for conversation, samples in zip(conversations, answers):
-        rewards = [task.reward(conversation, answer_text(tokenizer, answer.tokens)) for answer in samples]
+    for index, samples in zip(indices, answers):
+        rewards = [task.reward(task[index], answer_text(tokenizer, answer.tokens)) for answer in samples]
         mean = fmean(rewards)
         for answer, reward in zip(samples, rewards):
             cut = answer.finish_reason == "length"
