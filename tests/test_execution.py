@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 import nanochat.tasks.execution
-from nanochat.tasks.execution import LINUX, MAX_FILE_BYTES, MAX_PROCESSES, Result, run_python
+from nanochat.tasks.execution import Result, run_python
+from nanochat.tasks.sandbox import LINUX, MAX_FILE_BYTES, MAX_PROCESSES
 
 REPO = Path(__file__).parent.parent
 GIB = 2**30
@@ -287,7 +288,7 @@ def test_other_processes_are_out_of_sight(run):
         other.kill()
     if "sight" in result.unprotected:
         pytest.skip("this machine allows no /proc of its own")
-    assert mark in plain and mark not in result.stdout and result.stdout.count("execution.py") == 2
+    assert mark in plain and mark not in result.stdout and result.stdout.count("sandbox.py") == 2
 
 
 def test_other_processes_are_out_of_reach(run):

@@ -607,7 +607,7 @@ def test_conversations_in_the_forms_of_other_tools(tmp_path, capsys):
             task = make_task(f"json:{path}:all", split)
             assert [in_short(conversation) for conversation in task] == list(FORMS.values())
             assert all(check_conversation(conversation) is None for conversation in task)
-        assert capsys.readouterr().out == (f"{path}: not learned, and how often it is there: answers of weight 0 (2), "
+        assert capsys.readouterr().out == (f"{path}: not learned, with counts: answers of weight 0 (2), "
                                            "id (2), name (1), tools (1), reasoning_content (1)\n")
 
 

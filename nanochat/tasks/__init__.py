@@ -10,6 +10,7 @@ A spec is NAME or NAME:ARGUMENT; [start:stop] after it takes a part, and in a mi
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError, did_you_mean
@@ -33,9 +34,9 @@ def after(argument: str, split: str) -> Task:
     return After(make_task(earlier, split), make_task(task, split))
 
 
-# Name -> what makes the task from (argument, split), and the arguments that it takes, the default first;
-# FILE: any besides; None: any, and one is needed.
-TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
+# Name -> what makes the task from (argument, split), and the arguments that it takes. The first argument is the
+# default; "FILE" stands for any text, and where it is first, an argument is needed.
+TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
     "smoltalk": (SmolTalk, ("",)),
     "mmlu": (MMLU, ("",)),
     "arc": (ARC, ("ARC-Easy", "ARC-Challenge")),
@@ -43,40 +44,40 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
     "humaneval": (HumanEval, ("",)),
     "arithmetic": (Arithmetic, ("", "easy", "medium", "hard", "quick")),
     "spellingbee": (generated_words, ("", "spell", "tool", "hand")),
-    "words": (real_words, None),
+    "words": (real_words, ("FILE",)),
     "tinyworld": (TinyWorld, ("", "facts", "identity")),
     "pydoc": (Pydoc, ("", "known")),
     "run": (Run, ("", "tool")),
     "lookup": (partial(Lookup, "lookup"), ("", "true", "unknown", "talk", "FILE")),
     "search": (partial(Lookup, "search"), ("", "true", "unknown", "FILE")),
-    "tokens": (Tokens, None),
-    "json": (CustomJSON, None),
-    "after": (after, None),
+    "tokens": (Tokens, ("FILE",)),
+    "json": (CustomJSON, ("FILE",)),
+    "after": (after, ("FILE",)),
 }
-# Not downloaded, and neither a user's own data nor words of it.
+# Example questions come from these: they need no download, and show nothing of a user's own data.
 GENERATED = ("arithmetic", "lookup", "pydoc", "run", "search", "spellingbee", "tinyworld")
-PART = r"\[(?P<start>\d*):(?P<stop>\d*)\]"
-SPEC = re.compile(rf"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?({PART})?(\*(?P<passes>[1-9]\d*))?")
+SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?"
+                  r"(\[(?P<start>\d*):(?P<stop>\d*)\])?(\*(?P<passes>[1-9]\d*))?")
 
 
 def make_task(spec: str, split: str) -> Task:
     """
     The task of a spec such as "gsm8k", "arc:ARC-Challenge", "arithmetic[:5000]". split: "train" or "test".
-    UserError for a spec that is none, a name or an argument that is not known, and data that is missing.
+    UserError for a malformed spec, an unknown name or argument, and missing data.
     """
-    name, argument, found = read_spec(spec)
-    make, _ = TASKS[name]
+    fields, argument = read_spec(spec)
+    make, _ = TASKS[fields["name"]]
     task = make(argument, split)
-    if found["start"] is None:
+    if fields["start"] is None:
         return task
-    part = task[int(found["start"] or 0) : int(found["stop"] or len(task))]
+    part = task[int(fields["start"] or 0) : int(fields["stop"] or len(task))]
     if not len(part):
         raise UserError(f"task {spec.strip()!r}: nothing is left of its {len(task):,} conversations")
     return part
 
 
 def make_tasks(specs: str, split: str) -> list[Task]:
-    """The tasks of several specs, separated by commas, each once and without those that are only to train on."""
+    """The tasks of several specs, separated by commas, except those that are only to train on."""
     tasks = [make_task(spec, split) for spec in specs.split(",")]
     return [task for task in tasks if task.eval_type]
 
@@ -85,19 +86,19 @@ def make_mixture(specs: str, split: str, seed: int) -> Mixture:
     """The tasks of several specs, separated by commas, in an order that depends on their lengths and the seed only."""
     tasks = []
     for spec in specs.split(","):
-        _, _, found = read_spec(spec)
-        tasks += [make_task(spec, split)] * int(found["passes"] or 1)
+        fields, _ = read_spec(spec)
+        tasks += [make_task(spec, split)] * int(fields["passes"] or 1)
     return Mixture(tasks, seed)
 
 
 def without_parts(specs: str) -> str:
-    """The same tasks whole and once: what a mixture that is trained on in parts is measured by."""
+    """The same tasks whole and once: a mixture that is trained on in parts is measured on these."""
     whole = [re.sub(r"(\[\d*:\d*\])?(\*\d+)?$", "", spec.strip()) for spec in specs.split(",")]
     return ",".join(dict.fromkeys(whole))
 
 
 def describe_validation(mixture: Mixture) -> str:
-    """What the test split of a mixture is to a model that trains on it, in words."""
+    """In words, whether a model that trains on a mixture has seen the conversations of its test split."""
     seen = [task.name for task in mixture.tasks if not task.held_out]
     if not seen:
         return "held out"
@@ -112,7 +113,7 @@ def task_names(specs: str) -> set[str]:
 
 
 def never_looks_up(specs: str, library: str | None) -> str:
-    """A warning, if a library is opened to a model of these tasks and none of them teaches it to look things up."""
+    """A warning if a model is given a library, but none of the tasks that it was trained on teaches it to look up."""
     if library is None or task_names(specs) & {"lookup", "search"}:
         return ""
     return (f"warning: this model was never taught to look things up: no lookup or search among its tasks "
@@ -122,40 +123,37 @@ def never_looks_up(specs: str, library: str | None) -> str:
 
 def example_questions(specs: str, count: int = 4) -> list[str]:
     """
-    Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of
-    generated tasks, and none about a library of one's own; [] where there are none.
+    Short held-out questions of a mixture's tasks in turn, which a model that was trained on it should answer. Only from
+    generated tasks, and not about a user's own library; [] if the mixture has no such task.
     """
     tasks = []
     for spec in without_parts(specs).split(","):
         name, _, argument = spec.partition(":")
         if name in GENERATED and argument in TASKS[name][1]:
             tasks.append(make_task(spec, "test")[:50])
-    found = []
-    for one_of_each_task in zip(*tasks):
-        for conversation in one_of_each_task:
-            message = conversation["messages"][0]
-            if message["role"] == "user" and len(message["content"]) <= 80:
-                found.append(message["content"])
-    return found[:count]
+    questions = []
+    for conversation in chain.from_iterable(zip(*tasks)):
+        first = conversation["messages"][0]
+        if first["role"] == "user" and len(first["content"]) <= 80:
+            questions.append(first["content"])
+    return questions[:count]
 
 
-def read_spec(spec: str) -> tuple[str, str, re.Match[str]]:
-    """Name and argument of a spec, and how it was read; UserError for one that cannot be meant. Makes nothing."""
+def read_spec(spec: str) -> tuple[re.Match[str], str]:
+    """The fields of a spec, see SPEC, and its argument, which may be the default. UserError for a wrong one."""
     spec = spec.strip()
-    found = SPEC.fullmatch(spec)
-    if not found:
+    fields = SPEC.fullmatch(spec)
+    if not fields:
         raise UserError(f"task {spec!r} is not NAME, NAME:ARGUMENT, NAME[start:stop] or NAME*passes; "
                         f"known names: {', '.join(TASKS)}")
-    name = found["name"]
-    argument = found["argument"] or ""
+    name = fields["name"]
     if name not in TASKS:
         raise UserError(f"there is no task {name!r}; known: {', '.join(TASKS)}{did_you_mean(name, TASKS)}")
     _, arguments = TASKS[name]
-    if arguments is None:
-        if not argument:
-            raise UserError(f"task {spec!r} needs an argument, such as json:/path/to/file.jsonl or words:climbmix")
-        return name, argument, found
-    if argument and argument not in arguments and "FILE" not in arguments:
+    argument = fields["argument"] or arguments[0]
+    if argument == "FILE":
+        raise UserError(f"task {spec!r} needs an argument, such as json:/path/to/file.jsonl or words:climbmix")
+    if argument not in arguments and "FILE" not in arguments:
         expected = " or ".join(filter(None, arguments)) or "no argument"
         raise UserError(f"task {name!r} has no {argument!r}; expected {expected}{did_you_mean(argument, arguments)}")
-    return name, argument or arguments[0], found
+    return fields, argument

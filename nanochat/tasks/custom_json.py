@@ -2,10 +2,10 @@
 Your own conversations: a file with one on each line, or one JSON list of them; also as .gz or .zst.
 
     json:/path/to/file.jsonl                     one conversation in 20 is kept for the test split
-    json:/path/to/file.jsonl:all                 all of them, whichever split is asked for
-    json:/path/to/file.jsonl:encoding=latin-1    of a file that is not UTF-8
+    json:/path/to/file.jsonl:all                 all of them, in both splits
+    json:/path/to/file.jsonl:encoding=latin-1    the file is not UTF-8
 
-The forms in which conversations are kept, here and by others:
+Conversations may have these forms, which other tools use too:
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}    or only the list
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}        ShareGPT
@@ -27,7 +27,8 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import single_turn, split_of
 
-TEST_SHARE = 20  # one conversation in 20 is for the test split
+# One conversation in 20 is for the test split.
+TEST_SHARE = 20
 ARGUMENT = re.compile(r"(.+?)(:all)?(?::encoding=([^:]+))?(:all)?")
 ROLES = {"developer": "system", "human": "user", "gpt": "assistant"}
 READ = {"messages", "conversations", "system", "role", "from", "content", "value", "weight"}
@@ -54,8 +55,8 @@ class CustomJSON(Task):
             raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
                             f"json:{argument}:all takes all of them")
         if unused and split == "train":
-            found = ", ".join(f"{key} ({count:,})" for key, count in unused.most_common(10))
-            print0(f"{path}: not learned, and how often it is there: {found}")
+            counts = ", ".join(f"{key} ({count:,})" for key, count in unused.most_common(10))
+            print0(f"{path}: not learned, with counts: {counts}")
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -65,7 +66,7 @@ class CustomJSON(Task):
 
 
 def read_conversations(path: Path, encoding: str, unused: Counter) -> list[Conversation]:
-    """The conversations of a file. unused: counts the keys that mean nothing here, and the answers of weight 0."""
+    """The conversations of a file. unused: counts the keys that are ignored, and the answers of weight 0."""
     notes = Notes(list)
     try:
         with readable(path):
@@ -79,40 +80,38 @@ def read_conversations(path: Path, encoding: str, unused: Counter) -> list[Conve
 def read_conversation(row: Any, place: str, unused: Counter) -> Conversation:
     """A row in any of the forms as a conversation; UserError, with its place, when it cannot be trained on."""
     fields = present({"messages": row} if isinstance(row, list) else row)
-    prompt = 0  # messages whose answers are only read
     if fields.keys() >= {"instruction", "output"}:
         asked = fields.pop("instruction"), fields.pop("input", "")
         messages = single_turn("\n\n".join(str(text) for text in asked if text), fields.pop("output"))["messages"]
     elif fields.keys() >= {"prompt", "completion"}:
-        messages = []
-        for message in single_turn(fields.pop("prompt"), fields.pop("completion"))["messages"]:
-            prompt = len(messages)
-            messages += message["content"] if isinstance(message["content"], list) else [message]
+        prompt, completion = (turn["content"] if isinstance(turn["content"], list) else [turn]
+                              for turn in single_turn(fields.pop("prompt"), fields.pop("completion"))["messages"])
+        messages = [{"weight": 0} | present(message) for message in prompt] + completion
     else:
         messages = fields.get("messages") or fields.get("conversations")
     if not messages or not isinstance(messages, list):
         there = ", ".join(fields) or type(row).__name__
         raise UserError(f"{place}: there are no messages; expected {EXPECTED}; there is: {there}")
-    turns = [read_message(message, int(number >= prompt), unused) for number, message in enumerate(messages)]
+    turns = [read_message(message, unused) for message in messages]
     if system := fields.get("system"):
         turns.insert(0, {"role": "system", "content": system})
     unused.update(key for key, value in fields.items() if value and key not in READ)
     check_conversation({"messages": turns}, place)
     if turns[-1]["role"] != "assistant":
-        raise UserError(f"{place}: the last message must be the assistant's: there is nothing to learn after it")
+        raise UserError(f"{place}: the last message must be the assistant's, because only its answers are learned")
     for number, turn in enumerate(turns, 1):
         if turn["role"] == "assistant" and not turn["content"]:
-            raise UserError(f"{place}: message {number} is an empty answer; write one, or take the conversation away")
+            raise UserError(f"{place}: message {number} is an empty answer; write one, or remove the conversation")
     return {"messages": turns}
 
 
-def read_message(message: Any, weight: int, unused: Counter) -> dict:
-    """A message as `check_conversation` expects it, if it can be one. weight: where it has none itself."""
+def read_message(message: Any, unused: Counter) -> dict:
+    """A message in the form that `check_conversation` checks. Wrong roles and contents stay as they are, for its error."""
     fields = present(message)
     role = fields.get("role", fields.get("from"))
     role = ROLES.get(str(role), role)
     content = fields.get("content", fields.get("value"))
-    weight = fields.get("weight", weight)
+    weight = fields.get("weight", 1)
     unused.update(key for key, value in fields.items() if value and key not in READ)
     if role == "assistant":
         if weight != 1 and isinstance(content, (str, list)) and content:
@@ -124,5 +123,5 @@ def read_message(message: Any, weight: int, unused: Counter) -> dict:
 
 
 def present(row: Any) -> dict:
-    """What is not null."""
+    """The fields of a row that are not null; none if it is not a dict."""
     return {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}

@@ -31,33 +31,32 @@ from nanochat.data.tokenizer import get_tokenizer
 from nanochat.inference.tools import NOTHING, REFUSAL, open_tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of, with_tool
-from nanochat.tasks.python_questions import QUESTIONS, documentation_words, documented
+from nanochat.tasks.python_questions import QUESTIONS, documentation_words, documented, side_of_name
 from nanochat.tasks.spellingbee import words
 from nanochat.tasks.world_questions import GREETINGS
 
-SIZES = {"train": 30_000, "test": 200}  # conversations, where passages do not give their number
-LONGEST = 200  # characters of a passage: what the tools cut is not judged
+SIZES = {"train": 30_000, "test": 200}  # conversations, where their number does not follow from the passages
+LONGEST_PASSAGE = 200                   # characters: the tools cut a longer one, and then the judge has no answer
 SENTENCE = re.compile(r".+?(?:(?<!\.\w)[.!?](?=\s|$)|。)|.+")  # does not end with "i.e."
+REFUSAL = "I do not know. I found nothing about{}."
 TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
-# ---- lookup.toml says what each of these is
+# lookup.toml says what each of these texts is for.
 TEXTS = read_texts("lookup")
 LINES = {name: text.splitlines() for name, text in TEXTS.items()}
 LOOKUP = QUESTIONS + LINES["lookup"]
-SHORTLY = ("Briefly, please.", "In one sentence.", "In short.", "Just one sentence, please.", "Be brief.")
-GENERAL = TEXTS["general"].split()
-LETTERS = "".join(TEXTS["letters"].split())
 SIGNS = "|/\\#*=+-_~^@&%$<>[]{}();:!?.,–—−…“”‘’«»„×÷°±§€£¥²³½µ→←↑✓•≤≥≠≈∞√"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz" * 3 + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 2
 VERBS = frozenset(TEXTS["verbs"].split())
 STOP_WORDS = frozenset(TEXTS["stop_words"].split())
+# A noun phrase ends at these.
 NO_NOUN = re.compile(r"\s*(?:[^\w\s'/.-]|\.\B|\b(?:is|are|was|were|be|been|has|have|had|can|may|must|should|will|would|"
                      r"that|which|if|and|or|while)\b)\s*")
 WORD = re.compile(r"\w+(?:[-._/']\w+)*")
 
 
 class Lookup(Task):
-    """tool: "lookup" or "search". argument: "", "unknown", "talk", or a library's name or file."""
+    """tool: "lookup" or "search". argument: "", "true", "unknown", "talk", or a library's name or file."""
     eval_type = "generative"
 
     def __init__(self, tool: str, argument: str, split: str) -> None:
@@ -66,7 +65,8 @@ class Lookup(Task):
         self.kind = "talk" if argument == "talk" else tool
         self.found = NOTHING if argument == "unknown" else ""
         self.split = split
-        self.passages = []  # (title, text) that are asked about; empty: all is drawn
+        # (title, text) of each conversation. Without passages both are drawn.
+        self.passages = []
         if argument == "true" or not argument and split == "test":
             self.passages = [item for item in objects(split) if tool == "lookup" or what_is_asked(item[1])[1]]
         elif argument not in ("", "unknown", "talk"):
@@ -79,24 +79,22 @@ class Lookup(Task):
     def conversation(self, index: int) -> Conversation:
         """One question in four comes after another one."""
         rng = StableRandom(f"{self.key}:{index}")
-        title, found = self.asked(index, rng)
-        follows = False
+        title, found = self.passage(index, rng)
         before = []
-        if not rng.below(4):
-            earlier = rng.choice(("lookup", "search", "talk"))
-            follows = earlier == self.kind == "lookup"
+        earlier = None if rng.below(4) else rng.choice(("lookup", "search", "talk"))
+        if earlier:
             before = draw_turn(rng, earlier, "train", found=draw_word(rng, "t"))["messages"]
-        last = draw_turn(rng, self.kind, self.split, title, found, follows)
+        last = draw_turn(rng, self.kind, self.split, title, found, follows=earlier == self.kind == "lookup")
         return last | {"messages": before + last["messages"]}
 
-    def asked(self, index: int, rng: StableRandom) -> tuple[str, str]:
-        """(title, what is found); what is empty is drawn."""
+    def passage(self, index: int, rng: StableRandom) -> tuple[str, str]:
+        """(title, text that the tool finds); draw_turn draws an empty one."""
         return self.passages[index] if self.passages else ("", self.found)
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """To the letter: the passage, or its first sentences; the sentence for small talk; a refusal, nothing else."""
         said = " ".join(answer.split())
-        if self.found:  # how the unknown thing is spelled does not matter
+        if self.found:  # a refusal may misspell the unknown name
             return bool(re.fullmatch(REFUSAL.format(" .{,99}"), said))
         return said in conversation["right"]
 
@@ -115,25 +113,27 @@ class Tokens(Lookup):
         merges = [token.decode(errors="replace") for token in get_tokenizer(data).merges]
         self.tokens = [token for token in merges if token.isprintable() and "\ufffd" not in token]
 
-    def asked(self, index: int, rng: StableRandom) -> tuple[str, str]:
-        name = self.draw(rng, 2 + rng.below(2))
-        name = re.sub(r"[^\w .-]", "", name)  # no quotation marks: it stands between them
-        text = self.draw(rng, 4 + rng.below(12))
-        if not rng.below(3):  # tokens that come again and go on otherwise: copying must not begin anew at them
-            again = self.draw(rng, 2 + rng.below(3))
-            text = f"{text} {again} {self.draw(rng, 1 + rng.below(4))} {again} {self.draw(rng, 1 + rng.below(4))}"
+    def passage(self, index: int, rng: StableRandom) -> tuple[str, str]:
+        # A name has no quotation marks, because the call puts it between them.
+        name = re.sub(r"[^\w .-]", "", self.draw(rng, 2, 2))
+        text = self.draw(rng, 4, 12)
+        if not rng.below(3):
+            # A stretch of tokens comes again and goes on differently: copying must not jump from one to the other.
+            again = self.draw(rng, 2, 3)
+            text = f"{text} {again} {self.draw(rng, 1, 4)} {again} {self.draw(rng, 1, 4)}"
         return name or "x", capital(text) + "."
 
-    def draw(self, rng: StableRandom, count: int) -> str:
-        return "".join(rng.choice(self.tokens) for _ in range(count)).strip()
+    def draw(self, rng: StableRandom, fewest: int, counts: int) -> str:
+        """Tokens in a row: `fewest` of them or more; `counts` numbers are equally likely."""
+        return "".join(rng.choice(self.tokens) for _ in range(fewest + rng.below(counts))).strip()
 
 
 def draw_turn(
     rng: StableRandom, kind: str, split: str, title: str = "", found: str = "", follows: bool = False
 ) -> Conversation:
     """
-    A question, its answer, and all "right" answers. title: what is asked about; found: what the tool finds. What is not
-    given is drawn. follows: asked as a second question.
+    A question, its answer, and all "right" answers. title: what is asked about; found: what the tool finds; both are
+    drawn if they are empty. follows: asked as a second question.
     """
     if kind == "talk":
         return single_turn(ask(rng, LINES["talk"], split), TALK_ANSWER) | {"right": [TALK_ANSWER]}
@@ -148,35 +148,35 @@ def draw_turn(
         question = ask(rng, LINES["follow_up"] if follows else LOOKUP, split, n=asked)
         start = re.search(rf"(?<!\w){re.escape(asked)}", question).start()
     else:
-        text = found if title else ""
+        about = found if title else ""
         if not title and split == "train" and rng.below(2):
-            text = draw_text(rng)
-        question = draw_question(rng, split, text)
+            about = draw_text(rng)
+        question = draw_question(rng, split, about)
         words = telling_words(question)
         start = words[0].start()
         asked = question[start : words[-1].end()]
-    named = asked
-    if question[:start].endswith(" "):
-        named = f" {asked}"
-    text = found
-    right = list(itertools.accumulate(re.findall(SENTENCE, found)))
+    # A blank before the name belongs to its first token; without one, a refusal quotes the name.
+    blank = " " if question[:start].endswith(" ") else ""
+    answer = found
+    right = list(itertools.accumulate(SENTENCE.findall(found)))
     if found == NOTHING:
-        text = REFUSAL.format(named if named[0] == " " else f' "{asked}"')
-        right = [text]
+        answer = REFUSAL.format(f" {asked}" if blank else f' "{asked}"')
+        right = [answer]
     elif not rng.below(4):
-        question = f"{question.rstrip('?.')}? {rng.choice(SHORTLY)}"
-        text = right[0]
-    return single_turn(question, with_tool(f'{kind}("{named}")', found, text)) | {"right": right}
+        question = f"{question.rstrip('?.')}? {rng.choice(LINES['shortly'])}"
+        answer = right[0]
+    return single_turn(question, with_tool(f'{kind}("{blank}{asked}")', found, answer)) | {"right": right}
 
 
 def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
     """A question in one of the ways of a split, sometimes in lower case, without its mark, or after a greeting."""
-    side = split
-    if "n" in slots and rng.below(2):
-        side = "train"  # the name is of the split
+    named = "n" in slots
+    # The name is of the split, so half of the questions with a name use the ways of training.
+    side = "train" if named and rng.below(2) else split
     ways = [way for way in ways if split_of(way, 6) == side]
     way = rng.choice(ways)
-    if "n" in slots and split == "train" and not rng.below(4):  # ends as another one: the name can stand after anything
+    # A way ends like another one: the model learns that a name can stand after and before anything.
+    if named and split == "train" and not rng.below(4):
         way = way.partition("{n}")[0] + "{n}" + rng.choice(ways).rpartition("{n}")[2]
     if not rng.below(4):
         way = way.lower()
@@ -184,14 +184,14 @@ def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
         way = way.rstrip("?.")
     if not rng.below(8):
         way = rng.choice(GREETINGS) + way
-    return fill(rng, way, **slots)
+    return way.format_map(Words(rng, **slots))
 
 
 def draw_question(rng: StableRandom, split: str, text: str) -> str:
-    """A question that this text answers; about anything, where it has nothing to ask about."""
+    """A question that this text answers; about anything if there is too little to ask about."""
     verb, phrase = what_is_asked(text)
     if not phrase:
-        return ask(rng, LINES["search_anything"], split, a=fill(rng, rng.choice(LINES["things"])))
+        return ask(rng, LINES["search_anything"], split, a=draw_template(rng, "things"))
     if not verb:
         return ask(rng, LINES["search_about"], split, a=phrase)
     third = re.sub("(ch|sh|[osxz])s$", r"\1es", f"{verb}s")
@@ -225,13 +225,29 @@ def telling_words(question: str) -> list[re.Match]:
 
 # ---- Made-up names and texts
 
+class Words(dict):
+    """Words for the slots of a template; a slot that has none gets a drawn word, another one each time."""
+
+    def __init__(self, rng: StableRandom, **given: str) -> None:
+        super().__init__(given)
+        self.rng = rng
+
+    def __missing__(self, kind: str) -> str:
+        return draw_word(self.rng, kind)
+
+
+def draw_template(rng: StableRandom, name: str) -> str:
+    """One of the templates of that name, filled with drawn words."""
+    return rng.choice(LINES[name]).format_map(Words(rng))
+
+
 def draw_name(rng: StableRandom, split: str) -> str:
     """A name of this split: of an object that is trained on, or, more often, made up."""
     if split == "train" and not rng.below(3):
         return draw_word(rng, "n")
     while True:
-        name = fill(rng, rng.choice(LINES["names"]))
-        if split_of(f"pydoc:{name}") == split:
+        name = draw_template(rng, "names")
+        if side_of_name(name) == split:
             return name
 
 
@@ -241,15 +257,10 @@ def draw_text(rng: StableRandom) -> str:
     for _ in range(1 + rng.below(3) // 2):
         template = rng.choice(LINES["sentences"])
         if not rng.below(2):
-            words = [rng.choice("wwgpprrdcccGWzx") for _ in range(2 + rng.below(9))]
-            template = " ".join(f"{{{kind}}}" for kind in words) + " {w}."
-        sentences.append(capital(fill(rng, template)))
+            kinds = [rng.choice("wwgpprrdcccGWzx") for _ in range(2 + rng.below(9))]
+            template = " ".join(f"{{{kind}}}" for kind in [*kinds, "w"]) + "."
+        sentences.append(capital(template.format_map(Words(rng))))
     return " ".join(sentences)
-
-
-def fill(rng: StableRandom, template: str, **slots: str) -> str:
-    """A template with these words in its slots, and drawn ones in the others."""
-    return re.sub(r"\{(\w)\}", lambda slot: slots.get(slot[1]) or draw_word(rng, slot[1]), template)
 
 
 def draw_word(rng: StableRandom, kind: str) -> str:
@@ -268,30 +279,29 @@ def vocabulary() -> dict[str, Sequence[str]]:
     return {
         "c": " ".join(passages).split(),
         "d": "0123456789",
-        "g": GENERAL,
+        "g": TEXTS["general"].split(),
         "m": MODULES,
         "n": names,
         "p": sorted(documentation_words()),
         "t": [text for text in passages if len(text) < 100],
         "w": words("train"),
         "x": SIGNS,
-        "z": LETTERS,
+        "z": "".join(TEXTS["letters"].split()),
     }
 
 
-# ---- Passages that there are
+# ---- Passages of real libraries
 
 @cache
 def objects(split: str) -> list[tuple[str, str]]:
     """
-    (name, passage) of the objects of a split. A passage is the beginning of the library's, and begins with the sentence
-    that `documented` has.
+    (name, passage) of the objects of a split. A passage is the beginning of the library's, in whole sentences, the
+    first of which is the one that `documented` has.
     """
     found = []
-    for name, first in documented().items():
-        if split_of(f"pydoc:{name}") == split:
-            text = first + first_paragraph(documentation()[name])[len(first):] + " "
-            found.append((name, re.match(".*[.!?](?= )", text[:LONGEST])[0]))  # whole sentences
+    for name, first in documented(split).items():
+        text = first + first_paragraph(documentation()[name])[len(first):] + " "
+        found.append((name, re.match(".*[.!?](?= )", text[:LONGEST_PASSAGE])[0]))
     return found
 
 
@@ -302,16 +312,14 @@ def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
     found = []
     for index in shuffled(len(rows), f"{tool}:passages"):
         title, text, _ = rows[index]
-        if len(text) > LONGEST or split_of(text) != split:
+        if len(text) > LONGEST_PASSAGE or split_of(text) != split:
             continue
-        usable = what_is_asked(text)[1]
-        if tool == "lookup":  # another passage of the same title may come first
-            usable = library.lookup(title) == rows[index]
-        if usable:
+        # The tool finds the first passage of a title, so only that one can be looked up.
+        if library.lookup(title) == rows[index] if tool == "lookup" else what_is_asked(text)[1]:
             found.append((title, text))
         if len(found) == SIZES[split]:
             break
     if not found:
         raise UserError(f"task {tool}:{path} has nothing to {split} on: of its {len(rows):,} passages none of up to "
-                        f"{LONGEST} characters in that split can be asked about")
+                        f"{LONGEST_PASSAGE} characters in that split can be asked about")
     return found

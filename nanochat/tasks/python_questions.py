@@ -18,8 +18,9 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.task import Task, reference
 from nanochat.tasks.common import read_texts, single_turn, split_of, stable_hash
 
-QUESTIONS = read_texts("python_questions")["questions"].splitlines()
-WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")  # in a sentence, not in a piece of code
+QUESTIONS = read_texts("lookup")["python"].splitlines()
+# A word of a sentence, not of a piece of code.
+WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")
 
 
 class Pydoc(Task):
@@ -28,9 +29,9 @@ class Pydoc(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.known = argument == "known"
         self.name = "Pydoc (objects it has read about)" if self.known else "Pydoc (held-out objects)"
-        side = "train" if self.known else split
-        self.objects = [(name, text) for name, text in documented().items() if split_of(f"pydoc:{name}") == side]
-        self.turns = 1 if split == "test" else len(QUESTIONS) - 1  # in training all phrasings but the one held out
+        self.objects = list(documented("train" if self.known else split).items())
+        # Each object is trained on in all phrasings but one, in which it is asked about in the test split.
+        self.turns = 1 if split == "test" else len(QUESTIONS) - 1
         self.held_out = split == "test" and self.known
 
     def __len__(self) -> int:
@@ -40,17 +41,18 @@ class Pydoc(Task):
         """In every pass over the objects each of them once, in another phrasing each time."""
         turn, number = divmod(index, len(self.objects))
         name, text = self.objects[number]
-        own = stable_hash(f"phrasing:{name}")  # the phrasing that is held out for this object; the others come after it
-        later = 0 if self.held_out else 1 + (own // len(QUESTIONS) + turn) % (len(QUESTIONS) - 1)
-        question = QUESTIONS[(own + later) % len(QUESTIONS)].format(n=name)
+        # The hash chooses the phrasing that is held out for this object; the others come after it.
+        phrasing = stable_hash(f"phrasing:{name}")
+        if not self.held_out:
+            phrasing += 1 + (phrasing // len(QUESTIONS) + turn) % (len(QUESTIONS) - 1)
+        question = QUESTIONS[phrasing % len(QUESTIONS)].format(n=name)
         return single_turn(question, text) | {"paragraph": first_paragraph(documentation()[name])}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """The same words in the same order: those of the sentence, or of more of its paragraph, as a library has it."""
         said = words_of(answer)
-        sentence = words_of(reference(conversation))
-        paragraph = words_of(conversation["paragraph"])
-        return said[: len(sentence)] == sentence and said == paragraph[: len(said)]
+        paragraph = words_of(conversation["paragraph"])  # the sentence is its beginning
+        return len(said) >= len(words_of(reference(conversation))) and said == paragraph[: len(said)]
 
 
 def words_of(text: str) -> list[str]:
@@ -58,20 +60,23 @@ def words_of(text: str) -> list[str]:
 
 
 @cache
-def documented() -> dict[str, str]:
-    """Names of objects, and the first sentence about each, in the order of a hash."""
-    found = {}
+def documented(split: str) -> dict[str, str]:
+    """The objects of a split: their names, in the order of a hash, and the first sentence about each."""
+    objects = {}
     for name in sorted(documentation(), key=lambda name: stable_hash(f"pydoc:{name}")):
         sentence = first_sentence(documentation()[name])
-        if sentence:
-            found[name] = sentence
-    return found
+        if sentence and side_of_name(name) == split:
+            objects[name] = sentence
+    return objects
+
+
+def side_of_name(name: str) -> str:
+    """The split of an object by its name."""
+    return split_of(f"pydoc:{name}")
 
 
 @cache
 def documentation_words() -> frozenset[str]:
-    """The words that stand at least twice in the documentation's sentences: lower-case, of three letters and more."""
-    found = Counter()
-    for doc in documentation().values():
-        found.update(re.findall(WORD, doc))
-    return frozenset(word for word, count in found.items() if count > 1)
+    """The words that occur at least twice in the documentation's sentences: lower-case, of three letters and more."""
+    counts = Counter(WORD.findall("\n".join(documentation().values())))
+    return frozenset(word for word, count in counts.items() if count > 1)

@@ -4,57 +4,28 @@ What a short Python program prints: needs no download, and what is asked in the 
     run:tool    "What does this print?\\n\\nx = 14\\nx = x + 23\\nprint(x)" - [14 + 23 = 37] "It prints 37"
     run         half of the answers with the calculator, half without: "It prints 37"
 
-A generator makes the programs; what they print and calculate is known because they are run, a thousand at a time
-(execution.py), when the first of these is wanted.
+A generator makes the programs; what they print and calculate is known because they are run.
 `run` is for reinforcement learning: a model that imitates the examples leaves the calculator out half of the time, and
 is then more often wrong; rewards tell it which of the two ways to go. No program is on both sides; what a test program
 calculates also occurs in training programs of another shape, half of the time.
 """
+import ast
+import io
 import json
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
-from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import Distinct, as_parts, read_texts, single_turn, split_of
-from nanochat.tasks.execution import run_python
 
 SIZES = {"train": 20_000, "test": 1_000}
-RUN_TOGETHER = 1_000  # programs in one process
 TEXTS = read_texts("run")
 QUESTIONS = TEXTS["questions"].splitlines()
 PROGRAMS = TEXTS["programs"].strip("\n").split("\n---\n")
 WORDS = TEXTS["words"].split()
-# Runs a list of programs. Of each: what it printed, and what it calculated with whole numbers, in order.
-RUNNER = """
-import ast, contextlib, io, json, operator
-
-SIGNS = {{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}}
-COMPUTE = dict(zip(SIGNS.values(), (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)))
-
-class RecordCalculations(ast.NodeTransformer):
-    def visit_BinOp(self, node):
-        sides = [self.visit(node.left), self.visit(node.right)]
-        return ast.Call(ast.Name("record", ast.Load()), [ast.Constant(SIGNS[type(node.op)]), *sides], [])
-    def visit_AugAssign(self, node):
-        before = ast.parse(ast.unparse(node.target), mode="eval").body
-        return ast.Assign([node.target], self.visit(ast.BinOp(before, node.op, node.value)))
-
-def run(source):
-    calls, printed = [], io.StringIO()
-    def record(sign, left, right):
-        value = COMPUTE[sign](left, right)
-        if type(left) is type(right) is int:
-            calls.append((f"{{left}} {{sign}} {{right}}", str(value)))
-        return value
-    with contextlib.redirect_stdout(printed):
-        recording = ast.fix_missing_locations(RecordCalculations().visit(ast.parse(source)))
-        exec(compile(recording, "program", "exec"), {{"record": record}})
-    return printed.getvalue(), calls
-
-print(json.dumps([run(source) for source in json.loads({sources!r})]))
-"""
+SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}
 
 
 class Run(Task):
@@ -69,8 +40,8 @@ class Run(Task):
         return SIZES[self.split]
 
     def conversation(self, index: int) -> Conversation:
-        batch, number = divmod(index, RUN_TOGETHER)
-        source, output, calls = programs(self.split, batch)[number]
+        (source,) = programs(self.split)[index]
+        output, calls = run_program(source)
         rng = StableRandom(f"run: {source}")
         question = f"{rng.choice(QUESTIONS)}\n\n{source}"
         lines = output.rstrip("\n")
@@ -83,30 +54,50 @@ class Run(Task):
         return single_turn(question, answer) | {"prints": output}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        """What it says last that it prints is what was printed when the program was run."""
+        """The text after the last "It prints" is the program's output."""
         return answer.rpartition("It prints")[2].strip(": \n") == conversation["prints"].strip("\n")
 
 
 @cache
-def programs(split: str, batch: int) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """(source, output, calls of the calculator) of a batch of the distinct programs of a split, in a fixed order."""
-    begin = batch * RUN_TOGETHER
-    wanted = [sources(split)[index][0] for index in range(begin, begin + RUN_TOGETHER)]
-    result = run_python(RUNNER.format(sources=json.dumps(wanted)), timeout=60, max_output_bytes=2**24)
-    if not result.ok:
-        raise UserError(f"task run: its programs could not be run: {result.error}")
-    ran = json.loads(result.stdout)
-    return [(source, output, calls) for source, (output, calls) in zip(wanted, ran, strict=True)]
-
-
-@cache
-def sources(split: str) -> Distinct:
+def programs(split: str) -> Distinct:
     """The programs of a split, as (source,), in a fixed order. Names of variables do not make another program."""
     def draw(number: int) -> tuple[str] | None:
         source, key = draw_program(number)
         return (source,) if split_of(f"run:{key}") == split else None
 
     return Distinct(draw)
+
+
+class RecordOperations(ast.NodeTransformer):
+    """Writes record("+", a, b) instead of a + b, and x = record("+", x, 1) instead of x += 1."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.Call:
+        self.generic_visit(node)
+        return ast.Call(ast.Name("record", ast.Load()), [ast.Constant(SIGNS[type(node.op)]), node.left, node.right], [])
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
+        # A target is stored to; the same source, parsed as an expression, is read.
+        target = ast.parse(ast.unparse(node.target), mode="eval").body
+        return ast.Assign([node.target], self.visit(ast.BinOp(target, node.op, node.value)))
+
+
+def run_program(source: str) -> tuple[str, list[tuple[str, str]]]:
+    """
+    What one of our own programs prints, and its operations on whole numbers in order, with their results. In this
+    process: programs of models need the sandbox of execution.py, but these are made of our own templates.
+    """
+    calls = []
+    printed = io.StringIO()
+
+    def record(sign: str, left: Any, right: Any) -> Any:
+        value = eval(f"left {sign} right")
+        if type(left) is type(right) is int:
+            calls.append((f"{left} {sign} {right}", f"{value}"))
+        return value
+
+    program = ast.fix_missing_locations(RecordOperations().visit(ast.parse(source)))
+    exec(compile(program, "program", "exec"), {"record": record, "print": partial(print, file=printed)})
+    return printed.getvalue(), calls
 
 
 def draw_program(number: int) -> tuple[str, str]:
@@ -119,7 +110,8 @@ def draw_program(number: int) -> tuple[str, str]:
     short_list = [rng.below(20) for _ in range(short)]
     words = [rng.choice(WORDS) for _ in range(4)]
     a, b, c = (2 + rng.below(29) for _ in range(3))
-    values = dict(  # the order of the draws decides every program
+    # The order of these draws decides every program.
+    values = dict(
         a=a,
         b=b,
         c=c,

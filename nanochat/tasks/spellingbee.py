@@ -39,15 +39,11 @@ OWN_USES = 0.3  # a token counts as a word if more than this share of its uses i
 ONSETS = "b c d f g h j k l m n p r s t v w y z bl br cl cr dr fl gr pl pr qu sh st tr".split()
 VOWELS = "a e i o u".split()
 CODAS = "d k l m n p r s t x".split()
-LONGEST = 8  # letters
+LONGEST_WORD = 8  # letters
 
 TEXTS = read_texts("spellingbee")
 SPELL = TEXTS["spell"].splitlines()
 COUNT = TEXTS["count"].splitlines()
-WAYS = {  # of counting, and what the question adds to ask for it; without a wish it is the tool, which is always right
-    "tool": ("", "", " Use the tool."),
-    "hand": (" Go letter by letter.", " Do not use the tool.", " Count by hand."),
-}
 
 
 class SpellingBee(Task):
@@ -72,15 +68,13 @@ class SpellingBee(Task):
         if kind == "spell":
             question = SPELL[(rng.below(len(SPELL)) + self.kinds[:place].count(kind)) % len(SPELL)]
             letters = "-".join(word)
-            asked = word if '"' in question else f" {word}"  # the question's tokens: without quotation marks a blank
-            return single_turn(question.format(w=word), with_tool(f'spell("{asked}")', letters, f"{letters}.")) | {
-                "word": word}
-        # Letters that the word has are worth more than those it has not: three times as frequent.
-        letters = string.ascii_lowercase
-        if rng.below(4):
-            letters = sorted(set(word))
-        letter = rng.choice(letters)
-        question = rng.choice(COUNT).format(w=word, x=letter) + rng.choice(WAYS[kind])
+            # The call has the question's tokens: a blank belongs to the word unless it is in quotation marks.
+            blank = "" if '"' in question else " "
+            answer = with_tool(f'spell("{blank}{word}")', letters, f"{letters}.")
+            return single_turn(question.format(w=word), answer) | {"word": word}
+        # Letters that the word has teach more: they are drawn three times out of four.
+        letter = rng.choice(sorted(set(word)) if rng.below(4) else string.ascii_lowercase)
+        question = rng.choice(COUNT).format(w=word, x=letter) + rng.choice(TEXTS["wishes"][kind])
         count = word.count(letter)
         times = "time" if count == 1 else "times"
         answer = f"The letter {letter} occurs {count} {times}."
@@ -92,7 +86,7 @@ class SpellingBee(Task):
         """Spelling: the last letters joined by hyphens are the word's. Counting: the last number is right."""
         if "word" in conversation:
             spelled = re.findall(r"\b[a-z](?:-[a-z])+\b", answer.lower())
-            return bool(spelled) and spelled[-1].replace("-", "") == conversation["word"]
+            return spelled[-1:] == ["-".join(conversation["word"])]
         return last_number(answer) == last_number(reference(conversation))
 
 
@@ -106,9 +100,7 @@ def real_words(data: str, split: str) -> SpellingBee:
     """The task words:DATA. UserError without a tokenizer."""
     tokenizer = get_tokenizer(data)
     tokens = token_words(tokenizer) - set(words("test"))
-    found = set()
-    if split == "train":
-        found |= tokens
+    found = set(tokens) if split == "train" else set()
     for word in documentation_words() - tokens:
         if side_of(word) == split and len(tokenizer.encode(f" {word}")) > 1:
             found.add(word)
@@ -130,9 +122,7 @@ def spell_counting(word: str, letter: str) -> str:
 @cache
 def words(split: str) -> list[str]:
     """The words of a split: a word's own letters decide its split. Sorted by hash, so that every slice is a mixture."""
-    found = set()
-    if split == "train":
-        found.update(WORDS)
+    found = set(WORDS) if split == "train" else set()
     for word in pseudo_words():
         if side_of(word) == split:
             found.add(word)
@@ -166,12 +156,9 @@ def pseudo_words() -> Iterator[str]:
     """Endless words of two or three syllables, the last of them closed; always the same, some more than once."""
     rng = StableRandom("spellingbee: words")
     while True:
-        count = 2
-        if rng.below(4) == 0:
-            count = 3
         word = ""
-        for _ in range(count):
+        for _ in range(2 if rng.below(4) else 3):
             word += rng.choice(ONSETS) + rng.choice(VOWELS)
         word += rng.choice(CODAS)
-        if len(word) <= LONGEST:
+        if len(word) <= LONGEST_WORD:
             yield word

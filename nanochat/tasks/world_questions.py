@@ -10,9 +10,9 @@ the corpus, HELD_OUT for each fact are only in the test split, with the phrasing
 model that answers them knows the fact from other phrasings and the phrasing from other facts. Of the questions about
 the model itself, whole phrasings are held out.
 """
-import itertools
 import re
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from nanochat.corpus.tinyworld import Fact, Telling, capital, facts
@@ -28,17 +28,19 @@ ENDINGS = ("", " Please answer.", " I am curious.")
 SYSTEM = ("You are nanochat, a small language model.", "You are a helpful assistant.", "Answer in one short sentence.")
 FOLLOW_UP = ("What about {s}?", "And what about {s}?", "And {s}?")
 
-# ---- Ways to ask, and what the model says about itself: world_questions.toml says what each of these is
+# world_questions.toml says what each of these texts is for.
 TEXTS = read_texts("world_questions")
 CHAT = TEXTS["chat"].splitlines()
 CHAT_BY_NOUN = paragraphs(TEXTS["chat_by_noun"])
-SENTENCE = "{Np} is {a}."  # answers all of these
+# Answers every question of CHAT and CHAT_BY_NOUN.
+SENTENCE = "{Np} is {a}."
 CHAT_BY_QUESTION = paragraphs(TEXTS["chat_by_question"])
 IDENTITY = paragraphs(TEXTS["identity"])
 MORE_IDENTITY = paragraphs(TEXTS["more_identity"])
 SAYS_WHO = re.compile(r"\b(I am|I'm|name is|called) nanochat\b", re.IGNORECASE)
 GREETING = re.compile(r"\W*(hello|hi|hey|good (morning|evening|afternoon))\b", re.IGNORECASE)
-CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (  # what an answer may claim besides the name
+# What an answer may claim besides the name.
+CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (
     r"language model", r"\bnot (a |an )?(real )?(person|human|alive)", r"\b(trained|made|built|created|written)\b",
     r"\bprogram\b", r"\b(answer|spell|calculate)\b", r"\bmistakes?\b|\bwrong\b")]
 
@@ -57,17 +59,11 @@ class TinyWorld(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"TinyWorld {argument}".rstrip()
         self.key = f"tinyworld:{argument}:{split}"
-        self.singles = list(items(split))
-        if argument == "facts":
-            self.singles = [item for item in self.singles if item.right]
-        elif argument == "identity":
-            self.singles = [item for item in self.singles if not item.right]
-        self.second = []
-        count = len(self.singles)
-        if argument != "identity":
-            self.second = follow_ups(split)
-            count += TWO_TURNS[split]
-        self.order = shuffled(count, self.key)
+        facts_only = argument == "facts"
+        self.singles = [item for item in items(split) if not argument or bool(item.right) == facts_only]
+        self.second = [] if argument == "identity" else follow_ups(split)
+        two_turns = TWO_TURNS[split] if self.second else 0
+        self.order = shuffled(len(self.singles) + two_turns, self.key)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -77,9 +73,10 @@ class TinyWorld(Task):
         rng = StableRandom(f"{self.key}:{number}")
         if number < len(self.singles):
             turns = [self.singles[number]]
-        elif rng.below(2):  # any two questions
+        elif rng.below(2):
             turns = [rng.choice(self.singles), rng.choice(self.singles)]
-        else:               # one that is understood only after another of the same kind
+        else:
+            # "And what about Italy?" is understood only after a question about the same relation.
             last = rng.choice(self.second)
             others = [item for item in self.singles if item.relation == last.relation and item.right != last.right]
             turns = [rng.choice(others), last]
@@ -109,9 +106,13 @@ class TinyWorld(Task):
 
 # ---- The questions of both splits -----------------------------------------------------------------------------------
 
-def relation_of(fact: Fact) -> str:
-    """The noun phrase of the fact's relation, or its key in CHAT_BY_QUESTION."""
-    return fact.noun or next(question for question in CHAT_BY_QUESTION if question in fact.templates)
+def chat_about(fact: Fact) -> tuple[str, str, list[str]]:
+    """(relation, template of the sentence that answers, ways to ask) of a fact's questions outside of the corpus."""
+    if fact.noun:
+        return fact.noun, SENTENCE, CHAT + CHAT_BY_NOUN.get(fact.noun, [])
+    relation = next(question for question in CHAT_BY_QUESTION if question in fact.templates)
+    sentence, *ways = CHAT_BY_QUESTION[relation]
+    return relation, sentence, ways
 
 
 @cache
@@ -119,37 +120,30 @@ def items(split: str) -> list[Item]:
     """The questions of a split, each asked once; those about the model with every greeting and ending."""
     found = []
     for fact in facts():
-        for template in fact.templates:  # the corpus's own questions: those in its documents can only be trained on
+        # The corpus's own questions: a model has read those in the documents, so only the held-out ones can be tests.
+        for template in fact.templates:
             question, _, reply = template.format(**fact.slots).rpartition(" | ")
             if question and (Telling(question, reply) == fact.held_out) == (split == "test"):
-                asked = "s" if template.endswith("| {s}.") else "a"
-                found.append(make_item(fact, question, asked))
-        relation = relation_of(fact)
-        if fact.noun:
-            chat = CHAT + CHAT_BY_NOUN.get(relation, [])
-        else:
-            chat = CHAT_BY_QUESTION[relation][1:]
+                found.append(make_item(fact, question, "s" if template.endswith("| {s}.") else "a"))
+        relation, _, ways = chat_about(fact)
         # Ranked by the hash of fact and phrasing: the split depends on no seed, and each fact has as many in test.
-        keys = {template: stable_hash(f"{relation} {template} {template.format(**fact.slots)}") for template in chat}
-        for template in side_of(sorted(chat, key=keys.__getitem__), HELD_OUT, split):
+        keys = {template: stable_hash(f"{relation} {template} {template.format(**fact.slots)}") for template in ways}
+        for template in part_of(sorted(ways, key=keys.__getitem__), HELD_OUT, split):
             question, _, asked = template.partition(" | ")
             found.append(make_item(fact, question.format(**fact.slots), asked.strip("{}") or "a"))
     for reply, phrasings in IDENTITY.items():
-        ranked = sorted(phrasings, key=stable_hash)
-        around = list(itertools.product(GREETINGS, ENDINGS))
-        if reply.startswith("Hello"):
-            around = [("", "")]
-        questions = side_of(ranked, len(ranked) // 4, split)
+        questions = part_of(sorted(phrasings, key=stable_hash), len(phrasings) // 4, split)
         if split == "train":
             questions = questions + MORE_IDENTITY.get(reply, [])
-        for question in questions:
-            for greeting, ending in around:
-                found.append(Item(greeting + question + ending, reply, frozenset(), ""))
+        # A greeting is not asked after another greeting.
+        around = [("", "")] if reply.startswith("Hello") else product(GREETINGS, ENDINGS)
+        for question, (greeting, ending) in product(questions, around):
+            found.append(Item(greeting + question + ending, reply, frozenset(), ""))
     return found
 
 
-def side_of(ranked: list[str], held_out: int, split: str) -> list[str]:
-    """The first phrasings of a ranking are held out for the test split."""
+def part_of(ranked: list[str], held_out: int, split: str) -> list[str]:
+    """The first `held_out` phrasings of a ranking for the test split, the others for training."""
     return ranked[:held_out] if split == "test" else ranked[held_out:]
 
 
@@ -159,11 +153,13 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
     right = {f"{word}.", f"{capital(word)}.", f"It is {word}.", f"Yes, it is {word}."}
     for template in fact.templates:
         before, _, reply = template.rpartition(" | ")
-        if not before or reply.endswith(f" {{{asked}}}."):  # a statement of the fact, or a reply that names the word
+        # A statement of the fact, or a reply that names the word.
+        if not before or reply.endswith(f" {{{asked}}}."):
             right.add(reply.format(**fact.slots))
-    sentence = SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]
+    _, sentence, _ = chat_about(fact)
     reply = sentence.format(**fact.slots)
-    if Telling("", reply) == fact.held_out:  # what the corpus holds out stays so
+    # A sentence that the corpus holds out is not trained on here either.
+    if Telling("", reply) == fact.held_out:
         reply = f"It is {word}."
     relation = fact.noun if fact.noun.endswith("{s}") and asked == "a" else ""
     return Item(question, reply, frozenset(right), relation)
@@ -171,12 +167,10 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
 
 @cache
 def follow_ups(split: str) -> list[Item]:
-    """Second questions of a split that leave out what is asked for: "And what about Italy?"."""
+    """Second questions of a split, which name only the subject: "And what about Italy?"."""
     found = []
-    for fact in facts():
-        if fact.noun.endswith("{s}"):
-            for template in FOLLOW_UP:
-                question = template.format(**fact.slots)
-                if split_of(f"{fact.noun} {question}", 6) == split:
-                    found.append(make_item(fact, question, asked="a"))
+    for fact, template in product(facts(), FOLLOW_UP):
+        question = template.format(**fact.slots)
+        if fact.noun.endswith("{s}") and split_of(f"{fact.noun} {question}", 6) == split:
+            found.append(make_item(fact, question, "a"))
     return found
