@@ -18,7 +18,7 @@ from typing import Any
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
-from nanochat.tasks.common import Distinct, as_parts, read_texts, single_turn, split_of
+from nanochat.tasks.common import Distinct, read_texts, single_turn, split_of
 
 SIZES = {"train": 20_000, "test": 1_000}
 TEXTS = read_texts("run")
@@ -46,12 +46,9 @@ class Run(Task):
         question = f"{rng.choice(QUESTIONS)}\n\n{source}"
         lines = output.rstrip("\n")
         answer = f"It prints:\n{lines}" if "\n" in lines else f"It prints {lines}"
-        if calls and (self.always or rng.below(2)):
-            parts = []
-            for expression, value in calls:
-                parts += [("python", expression), ("python_output", value)]
-            answer = as_parts([*parts, ("text", answer)])
-        return single_turn(question, answer) | {"prints": output}
+        if calls and not self.always and not rng.below(2):
+            calls = []
+        return single_turn(question, answer, calls) | {"prints": output}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """The text after the last "It prints" is the program's output."""
@@ -128,7 +125,6 @@ def draw_program(number: int) -> tuple[str, str]:
         v=rng.choice(words[:2]),
         W=json.dumps(words[: 2 + rng.below(3)]),
     )
-    x = rng.choice("x n a i k".split())
-    y = rng.choice("y total s b result".split())
-    f = rng.choice("f add double change g".split())
-    return template.format(**values, x=x, y=y, f=f), template.format(**values, x="x", y="y", f="f")
+    names = {slot: rng.choice(choices.split()) for slot, choices in TEXTS["names"].items()}
+    same_names = {slot: slot for slot in names}
+    return template.format(**values, **names), template.format(**values, **same_names)
