@@ -14,9 +14,8 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.retrieval import Library
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_mixture, make_task, never_looks_up
-from nanochat.tasks.common import split_of
 from nanochat.tasks.lookup import what_is_asked
-from nanochat.tasks.python_questions import documented
+from nanochat.tasks.python_questions import documented, side_of_name
 
 SPECS = ("lookup", "lookup:true", "lookup:unknown", "search", "search:true", "search:unknown")
 CALL = re.compile(r'(lookup|search)\("( ?)([^"]+)"\)')
@@ -75,15 +74,14 @@ def test_a_tokenizer_copies_the_same_tokens(spec: str):
 
 
 def test_training_never_shows_a_held_out_object():
-    held_out = [name for name in documented() if split_of(f"pydoc:{name}") == "test"]
+    held_out = documented("test")
     dotted = {name for name in held_out if "." in name}
-    only_there = set(documented()[name] for name in held_out) - {
-        text for name, text in documented().items() if name not in held_out}
+    only_there = set(held_out.values()) - set(documented("train").values())
     asked_for = set()
     for spec in SPECS:
         for conversation in make_task(spec, "train")[:5000]:
             for question, tool, asked, found, _ in exchanges(conversation):
-                assert tool == "search" or split_of(f"pydoc:{asked}") == "train"
+                assert tool == "search" or side_of_name(asked) == "train"
                 assert tool == "search" or not dotted & set(re.split(r"[\s?\"`()]+", question))
                 assert not any(found.startswith(text) for text in only_there), found
                 asked_for.add(asked)
@@ -92,7 +90,7 @@ def test_training_never_shows_a_held_out_object():
 
 def test_the_test_split_asks_about_every_held_out_object_and_tells_the_truth():
     found = [exchanges(conversation)[-1] for conversation in make_task("lookup", "test")]
-    held_out = {name: text for name, text in documented().items() if split_of(f"pydoc:{name}") == "test"}
+    held_out = documented("test")
     assert {asked for _, _, asked, _, _ in found} == set(held_out) and len(found) == len(held_out)
     for _, tool, asked, text, _ in found:
         assert tool == "lookup" and text.startswith(held_out[asked])
@@ -108,8 +106,8 @@ def test_true_results_can_be_earned(tool: str):
     task = make_task(f"{tool}:true", "train")
     for conversation in task[:1000]:
         _, called, asked, found, _ = exchanges(conversation)[-1]
-        names = [name for name, text in documented().items() if found.startswith(text)]
-        assert called == tool and any(split_of(f"pydoc:{name}") == "train" for name in names), found
+        names = [name for name, text in documented("train").items() if found.startswith(text)]
+        assert called == tool and names, found
         assert tool == "search" or asked in names
 
 
@@ -117,7 +115,7 @@ def test_most_results_in_training_are_not_what_the_model_could_know():
     kinds = Counter()
     for conversation in make_task("lookup", "train")[:4000]:
         _, _, asked, found, _ = exchanges(conversation)[-1]
-        true = found.startswith(documented().get(asked, "\0"))
+        true = found.startswith(documented("train").get(asked, "\0"))
         kinds["nothing" if found == "nothing" else "true" if true else "of something else"] += 1
     total = kinds.total()
     assert 0.1 < kinds["nothing"] / total < 0.2

@@ -1,5 +1,5 @@
 """
-Arithmetic with the calculator: needs no download, and what is asked in the test split is never trained on.
+Arithmetic with the calculator: needs no download, and the problems of the test split are never trained on.
 
     arithmetic:easy      one operation: "Subtract 12 from 37."
     arithmetic:medium    two operations: "Add 37 and 12, then multiply by 4."
@@ -22,12 +22,12 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.inference.calculator import calculate
-from nanochat.tasks.common import Distinct, last_number, paragraphs, read_texts, single_turn, split_of, with_tool
+from nanochat.tasks.common import Distinct, last_number, paragraphs, read_texts, single_turn, split_of
 
 SIZES = {"train": 20_000, "test": 2_000}
 LEVELS = ("easy", "medium", "hard")
-DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # of a drawn number at most; each length is equally likely
-# Told in the embedded corpus: these cannot be held out.
+DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # most digits of a drawn number
+# The documents of the embedded corpus contain these sums, so they cannot be held out.
 KNOWN = {row[0] for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
 
 # Ways to ask for any expression {e}. arithmetic.toml has the shapes of expressions, and ways to ask for one of them.
@@ -55,10 +55,8 @@ class Arithmetic(Task):
 
     def conversation(self, index: int) -> Conversation:
         question, expression, result = self.problems[index]
-        answer = f"The answer is {result}."
-        if expression is None:
-            return single_turn(question, answer)
-        return single_turn(question, with_tool(expression, f"{result}", answer))
+        calls = [(expression, f"{result}")] if expression else []
+        return single_turn(question, f"The answer is {result}.", calls)
 
     def result(self, answer: str) -> float | None:
         return last_number(answer)
@@ -94,14 +92,16 @@ def draw_problem(level: str, number: int, split: str) -> Problem | None:
     other = rng.choice([name for name in SLOTS["B"] if name != one])
     slots |= dict(e=expression, A=one, B=other, f=rng.choice(SLOTS["f"]))
     phrasings = SHAPES[level][shape]
-    if "{A}" not in phrasings[0] and not rng.below(2):  # where there is a story, it is told
+    # A story is always told; another expression is asked for in the generic ways, too.
+    if "{A}" not in phrasings[0] and not rng.below(2):
         phrasings = GENERIC
     question = rng.choice(phrasings).format(**slots)
     if level == "quick":
         question = f"Quick: {question}"
         if not rng.below(2):
             expression = None
-    if last_number(question) == result:  # repeating the question must not be right by accident
+    # An answer that only repeats the question must not be right by accident.
+    if last_number(question) == result:
         return None
     return Problem(question, expression, result)
 

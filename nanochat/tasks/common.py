@@ -1,4 +1,4 @@
-"""What the tasks share: mixtures, shuffles and splits that are the same on every machine, forms of conversations."""
+"""Helpers of all tasks: mixtures, shuffles and splits that are the same on every machine, forms of conversations."""
 import bisect
 import hashlib
 import itertools
@@ -35,7 +35,10 @@ class Mixture(Task):
 
 
 class After(Slice):
-    """A task whose conversations come after an answer of another: what to do is in a question, not in those before."""
+    """
+    The conversations of a task, each after one turn of another task. A model that trains on them learns that the last
+    question alone says what to do.
+    """
 
     def __init__(self, earlier: Task, task: Task) -> None:
         super().__init__(task, range(len(task)))
@@ -66,8 +69,8 @@ def split_of(key: str, one_in: int = 10) -> str:
 
 class Distinct:
     """
-    What `draw` makes of 0, 1, 2, … without end, each drawn when it is first wanted. What it makes of a number counts
-    unless it is None or begins with the same text as an earlier one. For one thread at a time.
+    The endless sequence of draw(0), draw(1), …, without None and without items that begin with the same text as an
+    earlier one. Items are drawn when an index first needs them. For one thread at a time.
     """
 
     def __init__(self, draw: Callable[[int], tuple | None]) -> None:
@@ -85,21 +88,33 @@ class Distinct:
 
 
 def read_texts(task: str) -> dict[str, str]:
-    """What tasks/TASK.toml holds: the sentences, templates and words of a task, by name."""
+    """
+    The texts of tasks/TASK.toml by name: sentences, words, and templates, which are filled by str.format.
+
+    A slot is {letter}, and each file says at its top what its letters stand for. A capital letter stands for the same
+    as the small one, written with a capital, except in run.toml, where capitals are lists, and in arithmetic.toml,
+    where {A} and {B} are names. In lookup.toml a slot without a given word draws one, anew each time.
+    " | " separates a question from what it asks for.
+    """
     return tomllib.loads(Path(__file__).with_name(f"{task}.toml").read_text(encoding="utf-8"))
 
 
 def paragraphs(text: str) -> dict[str, list[str]]:
     """The paragraphs of a text: the first line of each -> its other lines."""
-    found = {}
+    by_first_line = {}
     for paragraph in text.strip().split("\n\n"):
         first, *others = paragraph.splitlines()
-        found[first] = others
-    return found
+        by_first_line[first] = others
+    return by_first_line
 
 
-def single_turn(question: str, answer: str | list[dict]) -> Conversation:
-    """The conversation of one question and its answer."""
+def single_turn(question: str, answer: str | list[dict], calls: Sequence[tuple[str, str]] = ()) -> Conversation:
+    """The conversation of one question and its answer, which first calls tools: calls (expression, output)."""
+    if calls:
+        parts = []
+        for expression, output in calls:
+            parts += [("python", expression), ("python_output", output)]
+        answer = as_parts([*parts, ("text", answer)])
     return {"messages": [
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
@@ -109,11 +124,6 @@ def single_turn(question: str, answer: str | list[dict]) -> Conversation:
 def as_parts(parts: list[tuple[str, str]]) -> list[dict]:
     """(type, text) of each part of an answer, as conversations have them."""
     return [{"type": kind, "text": text} for kind, text in parts]
-
-
-def with_tool(expression: str, output: str, text: str) -> list[dict]:
-    """The parts of an answer that calls the tool first."""
-    return as_parts([("python", expression), ("python_output", output), ("text", text)])
 
 
 def last_number(text: str) -> float | None:

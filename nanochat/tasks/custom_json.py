@@ -106,7 +106,7 @@ def read_conversation(row: Any, place: str, unused: Counter) -> Conversation:
 
 
 def read_message(message: Any, unused: Counter) -> dict:
-    """A message in the form that `check_conversation` checks. Wrong roles and contents stay as they are, for its error."""
+    """A message as `check_conversation` expects it. A wrong role or content stays, so that the error can name it."""
     fields = present(message)
     role = fields.get("role", fields.get("from"))
     role = ROLES.get(str(role), role)

@@ -30,7 +30,8 @@ def answer_parts(answer: str) -> list[dict]:
     python_output "3", text "3 eggs". Annotations that the calculator could not compute (20% of …) are left out.
     """
     parts = []
-    text = ""  # since the last call
+    # The text since the last call.
+    text = ""
     end = 0
     for found in ANNOTATION.finditer(answer):
         text += answer[end:found.start()]

@@ -23,9 +23,9 @@ class HubTask(Task):
 
     so `hf download --repo-type dataset openai/gsm8k --local-dir tasks/gsm8k` makes it; files of .jsonl do as well.
     """
-    hub = ""        # its name there
-    folder = ""     # its name below $NANOCHAT_BASE_DIR/tasks/
-    config = ""     # its configuration
+    hub = ""        # name on the hub
+    folder = ""     # folder below $NANOCHAT_BASE_DIR/tasks/
+    config = ""     # configuration
 
     def __init__(self, argument: str, split: str) -> None:
         """UserError when the package or the data is missing."""
@@ -42,7 +42,8 @@ class HubTask(Task):
             else:
                 source = f"{self.hub} from the hub, and there is no {local}"
                 self.rows = datasets.load_dataset(self.hub, None if self.config == "data" else self.config, split=split)
-        except Exception as error:  # the package raises all kinds: no network, no such set, a damaged file
+        except Exception as error:
+            # The package raises many kinds: no network, no such data set, a damaged file.
             raise UserError(f"cannot load the {split} split of {source}: {first_line(error)}") from error
         self.order = shuffled(len(self.rows), self.hub)
 

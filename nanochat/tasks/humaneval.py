@@ -7,7 +7,8 @@ from nanochat.tasks.common import single_turn
 from nanochat.tasks.execution import run_python
 from nanochat.tasks.hub import HubTask
 
-FENCED = re.compile(r"```[ \t]*(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # an unfinished block counts too
+# A fenced block; an unfinished one counts, too.
+FENCED = re.compile(r"```[ \t]*(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 class HumanEval(HubTask):
@@ -21,9 +22,9 @@ class HumanEval(HubTask):
         return single_turn(question, answer) | {key: row[key] for key in ("prompt", "test", "entry_point")}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        """Runs what the model wrote in a process of its own: see execution.py for what that does not protect from."""
-        # A program that ends before its tests, by exit() say, ends well too: only the last line tells, which is another
-        # one each time, or the code could print it first.
+        """Runs the model's code in a sandbox; execution.py says what it does not protect from."""
+        # A program that calls exit() before its tests also ends with code 0, so the last line must be a secret, which
+        # the code cannot print before.
         passed = secrets.token_hex(16)
         result = run_python(program(conversation, code_of(answer), passed))
         return result.ok and result.stdout.rstrip().endswith(passed)

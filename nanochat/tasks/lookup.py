@@ -30,7 +30,7 @@ from nanochat.data.task import Task
 from nanochat.data.tokenizer import get_tokenizer
 from nanochat.inference.tools import NOTHING, REFUSAL, open_tools
 from nanochat.runtime.errors import UserError
-from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of, with_tool
+from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of
 from nanochat.tasks.python_questions import QUESTIONS, documentation_words, documented, side_of_name
 from nanochat.tasks.spellingbee import words
 from nanochat.tasks.world_questions import GREETINGS
@@ -165,7 +165,7 @@ def draw_turn(
     elif not rng.below(4):
         question = f"{question.rstrip('?.')}? {rng.choice(LINES['shortly'])}"
         answer = right[0]
-    return single_turn(question, with_tool(f'{kind}("{blank}{asked}")', found, answer)) | {"right": right}
+    return single_turn(question, answer, [(f'{kind}("{blank}{asked}")', found)]) | {"right": right}
 
 
 def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:

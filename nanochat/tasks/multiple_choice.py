@@ -50,5 +50,6 @@ class MMLU(HubTask):
 
     def convert(self, row: dict) -> Conversation:
         """question, choices: four texts, answer: the index of the right one."""
-        row = row.get("train", row)  # the hub's auxiliary rows are wrapped once more
+        # The hub's auxiliary rows are wrapped once more.
+        row = row.get("train", row)
         return multiple_choice(row["question"], row["choices"], row["answer"])

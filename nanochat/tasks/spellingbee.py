@@ -28,14 +28,17 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer, get_tokenizer
-from nanochat.tasks.common import last_number, read_texts, single_turn, split_of, stable_hash, with_tool
+from nanochat.tasks.common import last_number, read_texts, single_turn, split_of, stable_hash
 from nanochat.tasks.python_questions import documentation_words
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
 KINDS = ("spell", "tool", "hand")
-WORDS_KINDS = ("spell",) * 5 + ("tool", "hand")  # nanochat's proportions: 200,000 spellings, 80,000 countings
-TOKEN = re.compile(rb" [A-Za-z][a-z]{2,}")  # a word as text has it, or the beginning of one
-OWN_USES = 0.3  # a token counts as a word if more than this share of its uses is not the start of a longer token
+# nanochat's proportions: 200,000 spellings, 80,000 countings.
+WORDS_KINDS = ("spell",) * 5 + ("tool", "hand")
+# A token that is a word or the beginning of one.
+TOKEN = re.compile(rb" [A-Za-z][a-z]{2,}")
+# A token counts as a word if more than this share of its uses is not the start of a longer token.
+OWN_USES = 0.3
 ONSETS = "b c d f g h j k l m n p r s t v w y z bl br cl cr dr fl gr pl pr qu sh st tr".split()
 VOWELS = "a e i o u".split()
 CODAS = "d k l m n p r s t x".split()
@@ -70,8 +73,8 @@ class SpellingBee(Task):
             letters = "-".join(word)
             # The call has the question's tokens: a blank belongs to the word unless it is in quotation marks.
             blank = "" if '"' in question else " "
-            answer = with_tool(f'spell("{blank}{word}")', letters, f"{letters}.")
-            return single_turn(question.format(w=word), answer) | {"word": word}
+            calls = [(f'spell("{blank}{word}")', letters)]
+            return single_turn(question.format(w=word), f"{letters}.", calls) | {"word": word}
         # Letters that the word has teach more: they are drawn three times out of four.
         letter = rng.choice(sorted(set(word)) if rng.below(4) else string.ascii_lowercase)
         question = rng.choice(COUNT).format(w=word, x=letter) + rng.choice(TEXTS["wishes"][kind])
@@ -79,7 +82,7 @@ class SpellingBee(Task):
         times = "time" if count == 1 else "times"
         answer = f"The letter {letter} occurs {count} {times}."
         if kind == "tool":
-            return single_turn(question, with_tool(f'"{word}".count("{letter}")', f"{count}", answer))
+            return single_turn(question, answer, [(f'"{word}".count("{letter}")', f"{count}")])
         return single_turn(question, f"{spell_counting(word, letter)}. {answer}")
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
@@ -92,7 +95,8 @@ class SpellingBee(Task):
 
 def generated_words(argument: str, split: str) -> SpellingBee:
     """The task spellingbee:ARGUMENT."""
-    name = f"SpellingBee {argument}".rstrip() + " (generated words)"  # those of the test split
+    # The words of the test split are all generated; those of training are also the corpus's.
+    name = f"SpellingBee {argument}".rstrip() + " (generated words)"
     return SpellingBee(name, words(split), (argument,) if argument else KINDS)
 
 

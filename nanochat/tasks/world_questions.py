@@ -76,7 +76,7 @@ class TinyWorld(Task):
         elif rng.below(2):
             turns = [rng.choice(self.singles), rng.choice(self.singles)]
         else:
-            # "And what about Italy?" is understood only after a question about the same relation.
+            # "And what about Italy?" can be understood only after a question about the same relation.
             last = rng.choice(self.second)
             others = [item for item in self.singles if item.relation == last.relation and item.right != last.right]
             turns = [rng.choice(others), last]
