@@ -1,32 +1,29 @@
 """CORE against an own computation by the plain model, one item at a time, on a bundle in the usual format made here."""
 import csv
-import http.server
 import io
 import json
 import os
 import random
 import shutil
-import threading
 import zipfile
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import run_module
+from conftest import make_sums, run_module
 from ranks import run_on_ranks
 
 from nanochat.corpus import eval_bundle
 from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.learn_tokenizer import learn_tokenizer, train_tokenizer
-from nanochat.corpus.make_dataset import make
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.core_eval import evaluate_core, load_items, load_tasks, rows_of
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.errors import UserError
+from nanochat.training.records import read_metrics
 
 WORDS = "red blue sun moon tree a the in of cold water is not".split()
 ENDS = ["red", "blue", "sun", "tree"]  # what continuations are made of, and what the model is made to say
@@ -62,7 +59,7 @@ def make_items(kind: str, label: str) -> list[dict]:
             item = {"context_options": contexts, "continuation": text(rng, ENDS, 1, 4)}
             item["gold"] = rng.randrange(len(contexts))
         else:
-            item = {"context": text(rng, WORDS, 2, 9) + " " * rng.randint(0, 2), "continuation": text(rng, ENDS, 1, 1)}
+            item = {"context": text(rng, WORDS, 2, 9) + " " * rng.randint(0, 2), "continuation": rng.choice(ENDS)}
         items.append(item)
     return items
 
@@ -127,13 +124,12 @@ def log_p(model: GPT, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens[:-1]])).double().log_softmax(-1)[0]
 
 
-def oracle(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str, max_items: int | None = None) -> float:
-    """Accuracy of a task."""
-    kind, num_examples, delimiter, _ = TASKS[label]
+def centered(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str) -> float:
+    """(accuracy − guessing) / (1 − guessing) of a task."""
+    kind, num_examples, delimiter, percent = TASKS[label]
     delimiter = " " if delimiter is None else delimiter
     items = [json.loads(line) for line in (bundle / "eval_data" / kind / f"{label}.jsonl").open()]
     random.Random(1337).shuffle(items)
-    items = items[:max_items]
     right, bos, longest = 0, tokenizer.get_bos_token_id(), model.config.sequence_len + 1
 
     def fitting(tokens: list[int]) -> list[int]:
@@ -168,7 +164,9 @@ def oracle(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str, max_items
             shared = len(os.path.commonprefix([row[::-1] for row in rows]))
             losses = [mean_loss(row, shared) for row in rows]
         right += losses.index(min(losses)) == item["gold"]
-    return right / len(items)
+    accuracy = right / len(items)
+    assert 0 < accuracy < 0.95, f"{label} could not fail: {accuracy}"
+    return (accuracy - percent / 100) / (1 - percent / 100)
 
 
 @pytest.fixture(scope="module")
@@ -179,51 +177,29 @@ def tokenizer() -> Tokenizer:
 def test_scores_are_those_of_the_plain_model_one_item_at_a_time(bundle, tokenizer):
     model = make_model(tokenizer)
     core, scores = evaluate_core(model, tokenizer, load_tasks(bundle), tokens_per_forward=512)
-    centered = []
-    for label, score in scores.items():
-        accuracy, guessing = oracle(model, tokenizer, bundle, label), TASKS[label][3] / 100
-        assert 0.05 < accuracy < 0.95, f"{label} could not fail: {accuracy}"
-        centered.append((accuracy - guessing) / (1 - guessing))
-        assert score == pytest.approx(centered[-1], abs=1e-12), label
-    assert list(scores) == list(TASKS)
-    assert core == pytest.approx(sum(centered) / len(centered), abs=1e-12)
+    expected = {label: centered(model, tokenizer, bundle, label) for label in TASKS}
+    assert scores == pytest.approx(expected, abs=1e-12)
+    assert core == pytest.approx(sum(expected.values()) / len(TASKS), abs=1e-12)
 
 
 def test_rows_that_are_too_long_lose_what_follows_bos(bundle, tokenizer):
     """With examples most rows are longer than the model's; it is asked about the end all the same."""
-    model = make_model(tokenizer, sequence_len=24)
     tasks = [task for task in load_tasks(bundle) if task.num_fewshot]
-
-    def rows(longest: int) -> list[list[int]]:
-        found = []
-        for task in tasks:
-            items = load_items(task)
-            for index in range(ITEMS):
-                found += [tokens for tokens, _ in rows_of(task, items, index, tokenizer, longest)]
-        return found
-
-    lengths = list(map(len, rows(10**9)))
-    assert sum(length > 25 for length in lengths) > len(lengths) // 2
-    assert {row[0] for row in rows(25)} == {tokenizer.get_bos_token_id()} and max(map(len, rows(25))) == 25
-    expected = {}
-    for task in tasks:
-        accuracy = oracle(model, tokenizer, bundle, task.label)
-        expected[task.label] = (accuracy - task.baseline) / (1 - task.baseline)
-    assert evaluate_core(model, tokenizer, tasks)[1] == pytest.approx(expected, abs=1e-12)
-    whole = evaluate_core(make_model(tokenizer), tokenizer, tasks)[1]
-    assert whole != pytest.approx(expected, abs=1e-12), "the cut tells"
+    rows = [tokens for task in tasks for tokens, _ in rows_of(task, load_items(task), 0, tokenizer, 25)]
+    assert {row[0] for row in rows} == {tokenizer.get_bos_token_id()} and max(map(len, rows)) == 25
+    cut, whole = make_model(tokenizer, sequence_len=24), make_model(tokenizer)
+    expected = {task.label: centered(cut, tokenizer, bundle, task.label) for task in tasks}
+    assert evaluate_core(cut, tokenizer, tasks)[1] == pytest.approx(expected, abs=1e-12)
+    assert evaluate_core(whole, tokenizer, tasks)[1] != pytest.approx(expected, abs=1e-12), "the cut tells"
 
 
-def core_on_a_rank(
-    rank: int, world_size: int, bundle: Path, stage: int, max_per_task: int = -1, sequence_len: int = 256,
-    tokens_per_forward: int = 300,
-) -> tuple:
+def core_on_a_rank(rank: int, world_size: int, bundle: Path, stage: int) -> tuple:
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, sequence_len)
+    model = make_model(tokenizer)
     if stage >= 0:
         shard_model(model, model.units(), torch.device("cpu"), torch.float32, stage)
     tasks = load_tasks(bundle)[::-1]  # first one that does not call the model as a whole: on stage 3 it begins with it
-    return evaluate_core(model, tokenizer, tasks, max_per_task, tokens_per_forward)
+    return evaluate_core(model, tokenizer, tasks, tokens_per_forward=300)
 
 
 @pytest.mark.parametrize("world_size,stage", [(3, -1), (2, 3)], ids=["3 ranks", "2 ranks, ZeRO 3"])
@@ -257,59 +233,42 @@ def zipped(bundle: Path) -> bytes:
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
-    """`serve(body)` puts what is to be downloaded on a local server."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-    requests = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments) -> None:
-            requests.append(arguments)
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-
-        def serve(body: bytes) -> None:
-            (folder / "bundle.zip").write_bytes(body)
-
-        monkeypatch.setattr(eval_bundle, "URL", f"http://127.0.0.1:{server.server_port}/bundle.zip")
-        serve.requests = requests
-        yield serve
-        server.shutdown()
-        thread.join()
+def served(tmp_path, monkeypatch) -> Path:
+    """The file that is downloaded: urllib opens file:// addresses like others."""
+    path = tmp_path / "bundle.zip"
+    monkeypatch.setattr(eval_bundle, "URL", path.as_uri())
+    return path
 
 
-def test_the_bundle_is_downloaded_once_and_whole(server, bundle, base_folder):
-    server(zipped(bundle))
+def test_the_bundle_is_downloaded_once_and_whole(served, bundle, base_folder):
+    served.write_bytes(zipped(bundle))
     assert why_no_bundle() is None
     folder = base_folder / "eval_bundle"
     for path in bundle.rglob("*.*"):
         assert (folder / path.relative_to(bundle)).read_bytes() == path.read_bytes()
     assert [task.label for task in load_tasks(folder)] == list(TASKS)
     assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock", "eval_bundle"]
-    asked = len(server.requests)
-    assert why_no_bundle() is None and len(server.requests) == asked
+    served.unlink()
+    assert why_no_bundle() is None, "a second download would have failed"
 
 
-def test_what_is_no_bundle_is_refused_whole(server, bundle, base_folder):
+def test_what_is_no_bundle_is_refused_whole(served, bundle, base_folder):
     """Half a zip, no core.yaml: one line, and no folder."""
     good = zipped(bundle)
     bad = {"File is not a zip file": good[: len(good) // 2], "has no core.yaml": zipped(bundle / "eval_data")}
     for expected, body in bad.items():
-        server(body)
+        served.write_bytes(body)
         reason = why_no_bundle()
         assert reason and expected in reason and "\n" not in reason, (expected, reason)
         assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock"]
-    server(good)
+    served.write_bytes(good)
     assert why_no_bundle() is None
 
 
 # ---- The scripts
 
 
-def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
+def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     """
     During training into the log, afterwards into the report, the same number under a name that says how many items it
     is of; without a bundle training refuses before it begins. Validation has the same rows in both, whatever seed and
@@ -319,12 +278,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
         no_network = {"HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
         return run_module(f"scripts.{script}", "--eval_tokens=64", *arguments, env=no_network)
 
-    (tmp_path / "texts").mkdir()
-    for i in range(100):
-        text = f"Document {i} says that {i} plus {i} is {2 * i}, and that the sun is not the moon."
-        (tmp_path / "texts" / f"{i}.txt").write_text(text)
-    make(str(tmp_path / "texts"), "sums")
-    train_tokenizer("sums", 300)
+    make_sums(base_folder, 100, vocab_size=300)
     tiny = ("--data=sums --depth=1 --max_seq_len=32 --device_batch_size=2 --total_batch_size=64 --compile=False "
             "--dtype=float32 --sample_every=-1 --eval_every=3 --seed=5 --num_iterations=3 --core_metric_every=2 "
             "--core_metric_max_per_task=10").split()
@@ -335,8 +289,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     shutil.copytree(bundle, base_folder / "eval_bundle")
     trained = run("base_train", *tiny)
     assert trained.returncode == 0, trained.stderr
-    lines = (base_folder / "base_checkpoints/d1/metrics.jsonl").read_text().splitlines()
-    records, name = list(map(json.loads, lines)), "CORE (up to 10 items a task)"
+    records, name = read_metrics(base_folder / "base_checkpoints/d1/metrics.jsonl"), "CORE (up to 10 items a task)"
     measured = {record["step"]: record for record in records if f"core/{name}" in record}
     assert list(measured) == [2, 3]
     assert measured[3].keys() == {"step", f"core/{name}", *(f"core/{label}" for label in TASKS)}
@@ -344,13 +297,13 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     evaluated = run("base_eval", "--core_metric_max_per_task=10")
     assert evaluated.returncode == 0, evaluated.stderr
     section = base_folder / "report/sections/sums/d1/base_eval.json"
-    results, body = (json.loads(section.read_text())[key] for key in ("results", "body"))
-    results = results["base"]
+    report = json.loads(section.read_text())
+    results = report["results"]["base"]
     assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12) and f"\n{name}: " in evaluated.stdout
     assert [row for row in results if row.startswith("CORE")] == [name, *(f"{name}: {label}" for label in TASKS)]
     last = [record["val/bpb"] for record in records if "val/bpb" in record][-1]
     assert results["validation bits per byte"] == pytest.approx(last, rel=1e-6)
-    assert "Model: step 3 of d1" in body
+    assert "Model: step 3 of d1" in report["body"]
     shutil.rmtree(base_folder / "eval_bundle")
     without = run("base_eval")
     assert without.returncode == 0 and without.stdout.count("CORE is left out: no CORE bundle in") == 1, without.stderr
