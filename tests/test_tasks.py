@@ -231,7 +231,8 @@ def test_pydoc_says_what_the_documentation_says_about_that_object():
 
 def test_what_pydoc_knows_does_not_depend_on_what_else_is_imported():
     """What torch and we change in the standard library would shift a mixture's order, and end a resumed run."""
-    code = "from nanochat.tasks.python_questions import documented; print([documented(split) for split in ('train', 'test')])"
+    code = ("from nanochat.tasks.python_questions import documented; "
+            "print([documented(split) for split in ('train', 'test')])")
     more = ("import torch._dynamo; "
             "from nanochat.runtime.exits import install_one_line_errors; install_one_line_errors(); ")
     assert in_a_process(code) == in_a_process(more + code)

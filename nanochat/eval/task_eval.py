@@ -47,8 +47,8 @@ def evaluate_task(
         answers = [[letter] for letter in likeliest_letters(model, tokenizer, conversations, batch_size)]
     else:
         answers = []
-        for samples in generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying):
-            answers.append([answer_text(tokenizer, answer.tokens) for answer in samples])
+        for written in generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying):
+            answers.append([answer_text(tokenizer, answer.tokens) for answer in written])
     correct = []
     # A vote waits for the slowest rank, and a program of HumanEval may take seconds: several problems between votes.
     for conversation, samples in until_stopped(zip(conversations, answers), every=8):

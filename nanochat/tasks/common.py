@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,9 +88,9 @@ class Distinct:
         return self.items[index]
 
 
-def read_texts(task: str) -> dict[str, str]:
+def read_texts(task: str) -> dict[str, Any]:
     """
-    The texts of tasks/TASK.toml by name: sentences, words, and templates, which are filled by str.format.
+    The texts of tasks/TASK.toml by name, or groups of them: sentences, words, and templates, which are filled by str.format.
 
     A slot is {letter}, and each file says at its top what its letters stand for. A capital letter stands for the same
     as the small one, written with a capital, except in run.toml, where capitals are lists, and in arithmetic.toml,
@@ -108,7 +109,7 @@ def paragraphs(text: str) -> dict[str, list[str]]:
     return by_first_line
 
 
-def single_turn(question: str, answer: str | list[dict], calls: Sequence[tuple[str, str]] = ()) -> Conversation:
+def single_turn(question: str, answer: Any, calls: Sequence[tuple[str, str]] = ()) -> Conversation:
     """The conversation of one question and its answer, which first calls tools: calls (expression, output)."""
     if calls:
         parts = []

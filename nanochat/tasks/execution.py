@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanochat.runtime.console import print0
 
@@ -62,7 +62,7 @@ def run_python(
     """
     settings = repr((timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()))
     command = [sys.executable, "-I", "-S", "-X", "utf8", SANDBOX, settings]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, env={}, cwd="/", start_new_session=True) as supervisor:
         report = complaint = b""
         try:

@@ -50,11 +50,11 @@ class HubTask(Task):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def convert(self, row: dict) -> Conversation:
-        raise NotImplementedError
-
     def conversation(self, index: int) -> Conversation:
         return self.convert(self.rows[int(self.order[index])])
+
+    def convert(self, row: dict) -> Conversation:
+        raise NotImplementedError
 
 
 class SmolTalk(HubTask):

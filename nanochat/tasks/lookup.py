@@ -38,7 +38,6 @@ from nanochat.tasks.world_questions import GREETINGS
 SIZES = {"train": 30_000, "test": 200}  # conversations, where their number does not follow from the passages
 LONGEST_PASSAGE = 200                   # characters: the tools cut a longer one, and then the judge has no answer
 SENTENCE = re.compile(r".+?(?:(?<!\.\w)[.!?](?=\s|$)|。)|.+")  # does not end with "i.e."
-REFUSAL = "I do not know. I found nothing about{}."
 TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
 # lookup.toml says what each of these texts is for.

@@ -256,7 +256,7 @@ def be_the_program(
         file.write(code)
     os.environ.clear()
     # A program that is killed has written its lines so far.
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # stdout of a new process is a TextIOWrapper
     sys.argv = ["main.py"]
     limits = {
         resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
