@@ -90,7 +90,7 @@ class Distinct:
 
 def read_texts(task: str) -> dict[str, Any]:
     """
-    The texts of tasks/TASK.toml by name, or groups of them: sentences, words, and templates, which are filled by str.format.
+    The texts of tasks/TASK.toml by name, or groups of them: sentences, words, and templates, which str.format fills.
 
     A slot is {letter}, and each file says at its top what its letters stand for. A capital letter stands for the same
     as the small one, written with a capital, except in run.toml, where capitals are lists, and in arithmetic.toml,
