@@ -7,7 +7,7 @@ from test_engine import draw_weights
 
 from nanochat.data.conversation import render_prompt
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.copying import SENTENCE_END, word_edges
+from nanochat.inference.copying import SENTENCE_END, Copying, Vocabulary, word_edges
 from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.retrieval import Passage
@@ -22,7 +22,7 @@ SPECIAL = TOKENIZER.encode_special
 RAW = TOKENIZER.raw_tokens
 END = SPECIAL("<|assistant_end|>")
 PASSAGE = 'Die Größe: 2.5 bar, see "Dr. Who" on the 14. März. Then rest!'
-QUESTIONS = ("What is the rear tyre's größe?", "the?", "Wo ist the re-the-re?", "轮胎的 pressure? Für (x)")
+QUESTIONS = ("What is the rear tyre's größe?", "the? ", "Wo ist the re-the-re?", "轮胎的 pressure? Für (x)")
 
 
 def random_model() -> GPT:
@@ -73,8 +73,8 @@ def steered_token(tokens: list[int]) -> int | None:
 
 def plain_answer(model, question: str, prompt: list[int], count: int) -> list[int]:
     """A full pass for each token, and of each token of the vocabulary whether it begins one of all possible texts."""
-    source = question.encode()
-    starts, ends = word_edges(question)
+    source = question.rstrip().encode()
+    starts, ends = word_edges(question.rstrip())
     calls = {b'lookup("' + source[s:e] + b'")' for s in starts for e in ends if s < e}
     tokens: list[int] = []
     texts, after = calls, SPECIAL("<|python_end|>")
@@ -159,9 +159,39 @@ def test_words_of_scripts(text, words):
 
 
 @pytest.mark.parametrize("text, sentences", [
-    ("It is 3.5. Good.", 1), ("At 2 p.m. we eat. Then go.", 2), ("Am 14. März ist z. B. Dr. Li da. Ja!", 2),
-    ("天气好。我们去。", 2), ("He said \"no!\" Then left.", 2),
+    ("It is 3.5. Good.", 2), ("At 2 p.m. we eat. Then go.", 2), ("Am 14. März ist z. B. Dr. Li da. Ja!", 2),
+    ("天气好。我们去。", 2), ("He said \"no!\" Then left.", 2), ("Open until 10:30. Ring in 2026. Bye.", 3),
 ])
 def test_where_a_quotation_may_end(text, sentences):
     ends = {match.end() for match in SENTENCE_END.finditer(text)}
     assert len(ends) == sentences and len(text) in ends
+
+
+def question_of(*prompt: str) -> str:
+    """The text that a call can copy; "<" and ">" stand for the user's start and end, "|" for the assistant's start."""
+    special = {"<": "<|user_start|>", ">": "<|user_end|>", "|": "<|assistant_start|>"}
+    tokens = []
+    for part in prompt:
+        tokens += [SPECIAL(special[part])] if part in special else TOKENIZER.encode(part)
+    return Copying(Vocabulary(TOKENIZER), tokens, [])._question()
+
+
+def test_what_a_call_can_copy():
+    assert question_of("<", "one ", ">", "|", "answer", "<", "two ", ">", "|") == "one \ntwo"
+    assert question_of("cut off", ">", "|") == "cut off"
+    assert question_of("cut off answer", "|", "answer", "<", "two", ">") == "two"
+    long = question_of("<", "begins here " + "word " * 300 + "and ends", ">")
+    assert long.startswith("begins here word") and long.endswith("word and ends") and len(long) <= 1000
+    assert set(long.split()) == {"begins", "here", "word", "and", "ends"}
+
+
+def test_a_stop_token_that_does_not_exist_and_a_result_that_nobody_asked_for():
+    copying = Copying(Vocabulary(TOKENIZER), [], [END, 10**6, SPECIAL("<|python_end|>")])
+    call = [SPECIAL("<|python_start|>"), *TOKENIZER.encode('lookup("x")'), SPECIAL("<|python_end|>")]
+    output = [SPECIAL("<|output_start|>"), *TOKENIZER.encode("x."), SPECIAL("<|output_end|>")]
+    for token in [*call, *output, *TOKENIZER.encode("x.")]:
+        copying.add(token)
+    assert copying.allowed is not None and copying.allowed.nonzero().tolist() == [[END]]
+    for token in output:
+        copying.add(token)
+    assert copying.allowed is None

@@ -21,17 +21,20 @@ from torch import Tensor
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, TOOL_CALL
 
-# Limits, as the first token of a call compares every word of the question: 1 ms for a question of the longest kind.
-MOST_BYTES = 16         # of a token: longer ones are not used to copy
+# Limits, as the first token of a call compares every word of the question: 1.4 to 4 ms for the longest question of
+# words, up to 10 ms for one of signs.
+MOST_BYTES = 64         # of a token: longer ones are not used to copy
 MOST_TAIL = 4           # bytes of a stretch in a token that also closes the call, as `?")`
-MOST_QUESTION = 1000    # bytes of what the user wrote, the last ones
+MOST_QUESTION = 500     # bytes of the beginning, and as many of the end, of what the user wrote
 # What has been written of a call: its quotation mark and what comes after it.
 CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(QUERIES)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
-# A period behind a number, a letter or an abbreviation ("14. März", "z. B.", "Dr. Who") may not end a sentence. Where
-# it does, the quotation only becomes longer.
+# A period behind a short number, a letter or an abbreviation ("14. März", "z. B.", "Dr. Who") may not end a sentence.
+# Where it does, the quotation only becomes longer.
 SENTENCE_END = re.compile(r"""
-    (?<!\d) (?<!\b\w) (?<!\b(?:Dr|Mr|Ms|St|Nr|No|ca|vs)) (?<!\b(?:Mrs|bzw|etc|usw|Tel)) [.] ["')\]]* (?=\s)
-    | [!?] ["')\]]* (?=\s) | [。！？] | $
+    (?<!(?<![\d:.,-])\d) (?<!(?<![\d:.,-])\d\d)         # one or two digits
+    (?<!\b[^\W\d]) (?<!\b(?:Dr|Mr|Ms|St|Nr|No|ca|vs)) (?<!\b(?:Mrs|bzw|etc|usw|Tel))
+    [.] ["”’“»')\]]* (?=\s)
+    | [!?؟।] ["”’“»')\]]* (?=\s) | [。！？]["”’」』）]* | $
 """, re.VERBOSE)
 REFUSAL_HEAD = REFUSAL.partition("{}")[0].encode()
 UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]")
@@ -44,8 +47,10 @@ class Vocabulary:
         self.size = tokenizer.get_vocab_size()
         self.bytes_of = tokenizer.raw_tokens
         self.token_of = {token: number for number, token in enumerate(self.bytes_of) if len(token) <= MOST_BYTES}
+        self.lengths = sorted({len(token) for token in self.token_of})
         special = tokenizer.encode_special
         self.user_start, self.user_end = special("<|user_start|>"), special("<|user_end|>")
+        self.assistant_start = special("<|assistant_start|>")
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
 
@@ -54,8 +59,8 @@ class Vocabulary:
 
     def beginnings(self, text: bytes) -> set[int]:
         """All tokens that a text may begin with."""
-        tokens = (self.token_of.get(text[:length]) for length in range(1, min(len(text), MOST_BYTES) + 1))
-        return {token for token in tokens if token is not None}
+        beginnings = (text[:length] for length in self.lengths if length <= len(text))
+        return {self.token_of[beginning] for beginning in beginnings if beginning in self.token_of}
 
 
 @dataclass
@@ -74,26 +79,29 @@ class Copy:
     def next_tokens(self, written: bytes, vocabulary: Vocabulary) -> set[int]:
         """The tokens that may follow what has been written; none if it is no beginning of such a text."""
         tokens: set[int] = set()
+        rests: set[bytes] = set()   # how the text may go on, each once: many stretches begin alike
         possible = []
         for start in self.starts:
             reached = start + max(0, len(written) - len(self.opening))
             more = self.opening + self.source[start : reached + MOST_BYTES]
-            continuations = set()
-            if more.startswith(written):
-                continuations = vocabulary.beginnings(more[len(written):])
+            is_possible = more.startswith(written)
+            if is_possible:
+                rests.add(more[len(written):])
             # A stretch may have ended already: then a part of the closing bytes has been written.
             first = bisect_right(self.ends, max(start, reached - len(self.closing) - 1))
             for end in self.ends[first : bisect_right(self.ends, reached + MOST_TAIL)]:
                 whole = self.opening + self.source[start:end] + self.closing
                 if whole == written:
-                    continuations |= self.after
+                    tokens |= self.after
                 elif whole.startswith(written):
-                    continuations |= vocabulary.beginnings(whole[len(written):])
-            if continuations:
+                    rests.add(whole[len(written):])
+                else:
+                    continue
+                is_possible = True
+            if is_possible:
                 possible.append(start)
-            tokens |= continuations
         self.starts = possible
-        return tokens
+        return tokens.union(*map(vocabulary.beginnings, rests))
 
 
 def word_edges(text: str) -> tuple[list[int], list[int]]:
@@ -128,10 +136,13 @@ class Copying:
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], stop: Sequence[int]) -> None:
         """prompt: what the answer continues; stop: the tokens that may end it."""
         self.vocabulary, self.prompt = vocabulary, prompt
-        self.stop = {token for token in stop if token >= len(vocabulary.bytes_of)}
+        # <|python_end|> ends an answer where a client has functions of its own: it closes a call, no quotation.
+        self.stop = {token for token in stop if len(vocabulary.bytes_of) <= token < vocabulary.size}
+        self.stop -= {vocabulary.python_end}
         self.special: int | None = None     # the answer's last special token
         self.written = b""                  # since then
-        self.called: str | None = None      # what the last call looked up; None: it was no query of a library
+        self.called = ""                    # what the last call looked up
+        self.awaits_result = False          # whether that was a query of a library whose result has not come yet
         self.is_nothing = False             # whether nothing was found
         self.copy: Copy | None = None
         self.allowed: Tensor | None = None  # (V,) bool, the tokens that may come next; None: all
@@ -163,8 +174,10 @@ class Copying:
         self.special, self.written, self.copy, self.is_nothing = token, b"", None, False
         if token == vocabulary.python_end:
             call = TOOL_CALL.fullmatch(written)
-            self.called = call[3] if call and call[1] in QUERIES else None
-        elif token == vocabulary.output_end and self.called is not None:
+            self.awaits_result = call is not None and call[1] in QUERIES
+            self.called = call[3] if call else ""
+        elif token == vocabulary.output_end and self.awaits_result:
+            self.awaits_result = False
             self.is_nothing = written == NOTHING
             if not self.is_nothing:
                 ends = [len(written[: match.end()].encode()) for match in SENTENCE_END.finditer(written)]
@@ -177,6 +190,8 @@ class Copying:
             return None
         quote = call[1] or b'"'
         starts, ends = word_edges(question := self._question())
+        if not starts:
+            return None
         opening = self.written[: call.start(1)] + quote
         return Copy(question.encode(), starts, ends, {self.vocabulary.python_end}, opening, quote + b")")
 
@@ -187,13 +202,19 @@ class Copying:
         return Copy(text, [0], [len(text)], self.stop, REFUSAL_HEAD)
 
     def _question(self) -> str:
-        """The last of what the user wrote in this conversation."""
+        """What the user wrote in this conversation; of a long text its beginning and end."""
         vocabulary, texts = self.vocabulary, []
-        start = None
+        start: int | None = 0   # a truncated prompt may begin within a message
         for place, token in enumerate(self.prompt):
             if token == vocabulary.user_start:
                 start = place + 1
             elif token == vocabulary.user_end and start is not None:
                 texts.append(vocabulary.text(self.prompt[start:place]))
                 start = None
-        return b"\n".join(texts)[-MOST_QUESTION:].decode(errors="ignore")
+            elif token == vocabulary.assistant_start:
+                start = None
+        text = b"\n".join(texts)
+        if len(text) > 2 * MOST_QUESTION:   # cut at blanks, so that no part of a word counts as a word
+            beginning, end = text[:MOST_QUESTION], text[-MOST_QUESTION:]
+            text = beginning.rpartition(b" ")[0] + b"\n" + end.partition(b" ")[2]
+        return text.decode(errors="ignore").rstrip()
