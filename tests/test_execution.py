@@ -1,4 +1,5 @@
 """Real programs that misbehave: each ends within its limit, leaves nothing running and nothing behind, and is named."""
+import contextlib
 import ctypes
 import itertools
 import json
@@ -9,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,23 +21,28 @@ from nanochat.tasks.execution import Result, run_python
 from nanochat.tasks.sandbox import LINUX, MAX_FILE_BYTES, MAX_PROCESSES
 
 REPO = Path(__file__).parent.parent
-GIB = 2**30
 linux_only = pytest.mark.skipif(not LINUX, reason="there are no such walls on this system")
-numbers = itertools.count(os.getpid() % 10**5 * 1000)  # at most 100 MB above the limits that are meant
+marks = itertools.count(400 * 2**20 + os.getpid() % 10**5 * 1000)  # limits of memory, each another one
 
 
 def running(mark: str) -> list[str]:
     """Command lines of the processes that have `mark` in theirs, but for zombies, which run no more."""
     if not LINUX:
-        return [line for line in subprocess.check_output(["ps", "-axww", "-o", "command="], text=True).splitlines()
-                if mark in line]
+        lines = subprocess.check_output(["ps", "-axww", "-o", "command="], text=True).splitlines()
+        return [line for line in lines if mark in line]
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with contextlib.suppress(OSError):  # it may end while we look
             lines.append(path.read_text(errors="replace"))
-        except OSError:
-            pass  # it ended while we looked
     return [line for line in lines if mark in line]
+
+
+def wait_for(condition) -> None:
+    """On a busy machine it may take minutes."""
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -50,12 +55,12 @@ def run(tmp_path, monkeypatch):
     folders.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folders))
 
-    def run(code: str, timeout: float = 100, memory_bytes: int = 400 * 2**20, **limits) -> Result:
-        memory_bytes += next(numbers)
+    def run(code: str, timeout: float = 100, mark: int | None = None, **limits) -> Result:
+        mark = mark or next(marks)
         began = time.monotonic()
-        result = run_python(code.replace("MARK", str(memory_bytes)), timeout, memory_bytes, **limits)
+        result = run_python(code.replace("MARK", str(mark)), timeout, mark, **limits)
         assert time.monotonic() - began < timeout + 10, "it did not end within its limit"
-        assert not running(str(memory_bytes)), "processes are left"
+        assert not running(str(mark)), "processes are left"
         assert not list(folders.iterdir()), "its folder is left"
         return result
 
@@ -73,14 +78,13 @@ def test_every_wall_that_this_machine_allows_is_there(run):
 
 def test_the_search_for_what_is_left_finds_something():
     """The oracle of all tests here can fail: a child of ours is found until it is gone."""
-    mark = f"mark{next(numbers)}"
+    mark = str(next(marks))
     with subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)", mark],
                           stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         found = running(mark)
         process.kill()
-    assert len(found) == 1
-    assert not running(mark)
+    assert len(found) == 1 and not running(mark)
 
 
 @pytest.mark.parametrize("code,stdout,stderr", [
@@ -162,9 +166,8 @@ def test_writing_outside_its_folder(run, tmp_path, how):
     (place / "file").write_text("as it was")
 
     def state() -> list:
-        found = [(path, path.stat()) for path in sorted(place.iterdir())]
-        return [(path.name, stat.st_mode, stat.st_mtime, LINUX and os.listxattr(path), path.read_text())
-                for path, stat in found]
+        return [(path.name, path.stat().st_mode, path.stat().st_mtime, LINUX and os.listxattr(path), path.read_text())
+                for path in sorted(place.iterdir())]
 
     before, code = state(), f"import os\nPATH = {str(place)!r}\n{WRITES[how]}"
     result = run(code)
@@ -222,19 +225,12 @@ def test_a_fork_bomb(run, code):
                   " except OSError: break\nprint(n + 1)")
     assert int(counted.stdout) == MAX_PROCESSES, "a small bomb goes further than it may: no large one is tried"
     for timeout in (1.5, 7, 35):  # a busy machine may not see it go off in the first of these
-        counts, done, mark = [0], threading.Event(), 400 * 2**20 + next(numbers) + 1  # the mark of the run to come
-
-        def watch(counts: list[int] = counts, done: threading.Event = done, mark: int = mark) -> None:
-            while not done.is_set():
+        counts, mark = [0], next(marks)
+        with ThreadPoolExecutor(1) as pool:
+            running_bomb = pool.submit(run, "import os, subprocess, time\n" + code, timeout, mark)
+            while not running_bomb.done():
                 counts.append(len(running(str(mark))))
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        try:
-            result = run("import os, subprocess, time\n" + code, timeout=timeout)
-        finally:
-            done.set()
-            thread.join()
+            result = running_bomb.result()
         assert result.error == "timeout" or result.error.startswith("exit code 1: BlockingIOError")
         assert max(counts) <= MAX_PROCESSES + 2, "with supervisor and init"
         if max(counts) > MAX_PROCESSES // 2 or "except" not in code:
@@ -263,17 +259,17 @@ def test_a_folder_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, cap
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(run_python, "import os\nwhile os.stat('..').st_mode & 0o222: pass\nprint('done')", 100)
-        while not (left := list(tmp_path.iterdir())) and not result.done():
-            time.sleep(0.01)
+        wait_for(lambda: list(tmp_path.iterdir()))
+        (left,) = tmp_path.iterdir()
         if os.geteuid() == 0:
             os.chown(tmp_path, 12345, 12345)  # root's own would still be root's in its namespace
         tmp_path.chmod(0o555)
         result = result.result()
     tmp_path.chmod(0o755)
     assert result.ok and result.stdout == "done\n"
-    if not left[0].exists():
+    if not left.exists():
         pytest.skip("without namespaces root removes everything")
-    warning = f"warning: the folder {left[0]} of a program could not be removed: PermissionError"
+    warning = f"warning: the folder {left} of a program could not be removed: PermissionError"
     assert warning in capsys.readouterr().out
 
 
@@ -281,7 +277,7 @@ def test_a_folder_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, cap
 def test_other_processes_are_out_of_sight(run):
     """The program sees itself and init; a plain one sees us."""
     code = "import glob\nprint([open(name, errors='replace').read() for name in glob.glob('/proc/[0-9]*/cmdline')])"
-    mark = f"mark{next(numbers)}"
+    mark = str(next(marks))
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", mark]) as other:
         result = run(code)
         plain = subprocess.check_output([sys.executable, "-c", code], text=True)
@@ -303,12 +299,10 @@ def test_other_processes_are_out_of_reach(run):
 
 def test_many_at_a_time_from_threads(run):
     """Good and bad ones together, none on the main thread, each with its own output."""
-    codes = [f"print({i})" if i % 3 else f"print({i}); raise ValueError({i})" for i in range(12)]
+    expected = [(f"{i}\n", None if i % 3 else f"exit code 1: ValueError: {i}") for i in range(12)]
+    codes = [f"print({i})\nif {i} % 3 == 0: raise ValueError({i})" for i in range(12)]
     with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(run_python, codes))
-    assert [result.stdout for result in results] == [f"{i}\n" for i in range(12)]
-    errors = [None if i % 3 else f"exit code 1: ValueError: {i}" for i in range(12)]
-    assert [result.error for result in results] == errors
+        assert [(result.stdout, result.error) for result in pool.map(run_python, codes)] == expected
 
 
 @linux_only
@@ -316,23 +310,19 @@ def test_many_at_a_time_from_threads(run):
                                      ("supervisor", signal.SIGKILL)])
 def test_nothing_is_left_when_someone_in_between_is_gone(tmp_path, who, how):
     """The trainer is killed or interrupted while a program runs: its supervisor ends it in time. Or the supervisor."""
-    mark = 400 * 2**20 + next(numbers)
+    mark = next(marks)
     # Ctrl-C as in the foreground: started in the background by a shell, this process and its children would ignore it.
     code = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += f"import tempfile\nfrom nanochat.tasks.execution import run_python\ntempfile.tempdir = {str(tmp_path)!r}\n"
     code += f"print(run_python('while True: pass', 10, {mark}).error)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL, text=True)
-    deadline = time.monotonic() + 200
-    while len(running(str(mark))) < 4 and time.monotonic() < deadline:  # the trainer, supervisor, init, program
-        time.sleep(0.01)
-    assert len(running(str(mark))) == 4 and len(list(tmp_path.iterdir())) == 1
+    wait_for(lambda: len(running(str(mark))) == 4)  # the trainer, supervisor, init, program
+    assert len(list(tmp_path.iterdir())) == 1
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(process.pid if who == "trainer" else int(children[0]), how)
     assert process.communicate(timeout=200)[0] == ("" if who == "trainer" else "killed\n")
-    while running(str(mark)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not running(str(mark))
+    wait_for(lambda: not running(str(mark)))
     if who == "trainer":
         assert not list(tmp_path.iterdir())
 
@@ -342,17 +332,14 @@ def test_a_program_that_outlives_its_wait_has_failed(tmp_path, monkeypatch):
     """Its supervisor is stopped, as a program can do that is not walled in: the wait ends, and nothing runs on."""
     monkeypatch.setattr(nanochat.tasks.execution, "GRACE_S", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    memory_bytes = 400 * 2**20 + next(numbers)
+    mark = next(marks)
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(run_python, "while True: pass", 1, memory_bytes)
-        while not (found := [path for path in tmp_path.iterdir()]) and not result.done():
-            time.sleep(0.01)  # the folder's name has the supervisor's process id
-        os.kill(int(found[0].name.split("-")[1]), signal.SIGSTOP)
+        result = pool.submit(run_python, "while True: pass", 1, mark)
+        wait_for(lambda: list(tmp_path.iterdir()))
+        (folder,) = tmp_path.iterdir()  # its name has the supervisor's process id
+        os.kill(int(folder.name.split("-")[1]), signal.SIGSTOP)
         assert result.result(timeout=300).error == "killed"
-    deadline = time.monotonic() + 200
-    while running(str(memory_bytes)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not running(str(memory_bytes))
+    wait_for(lambda: not running(str(mark)))
 
 
 WITHOUT_NAMESPACES = """
