@@ -106,63 +106,52 @@ def make_model(tokenizer: Tokenizer, sequence_len: int = 256) -> GPT:
 # ---- The oracle: nothing of core_eval but the bundle's files
 
 
-def oracle_prompt(kind: str, examples: list[dict], delimiter: str) -> str:
-    out = ""
-    for item in examples:
-        if kind == "multiple_choice":
-            out += f"{item['query']}{delimiter}{item['choices'][item['gold']]}\n\n"
-        elif kind == "schema":
-            out += f"{item['context_options'][item['gold']]}{delimiter}{item['continuation']}\n\n"
-        else:
-            out += f"{item['context'].strip()}{delimiter}{item['continuation']}\n\n"
-    return out
+def variants(kind: str, item: dict, delimiter: str) -> list[str]:
+    if kind == "multiple_choice":
+        return [item["query"] + delimiter + choice for choice in item["choices"]]
+    contexts = item["context_options"] if kind == "schema" else [item["context"].strip()]
+    return [context + delimiter + item["continuation"] for context in contexts]
 
 
 @torch.no_grad()
-def log_p(model: GPT, tokens: list[int]) -> torch.Tensor:
-    """(T − 1, V): what the model expects at each place but the first."""
-    return model(torch.tensor([tokens[:-1]])).double().log_softmax(-1)[0]
-
-
 def centered(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str) -> float:
     """(accuracy − guessing) / (1 − guessing) of a task."""
     kind, num_examples, delimiter, percent = TASKS[label]
     delimiter = " " if delimiter is None else delimiter
     items = [json.loads(line) for line in (bundle / "eval_data" / kind / f"{label}.jsonl").open()]
     random.Random(1337).shuffle(items)
-    right, bos, longest = 0, tokenizer.get_bos_token_id(), model.config.sequence_len + 1
+    longest = model.config.sequence_len + 1
 
-    def fitting(tokens: list[int]) -> list[int]:
-        """The row that the model reads: one that is too long loses what follows <|bos|>."""
-        return tokens if len(tokens) <= longest else [bos] + tokens[1 - longest :]
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, prepend="<|bos|>")
 
-    def mean_loss(tokens: list[int], count: int) -> float:
-        """Of the last `count` tokens."""
-        tokens = fitting(tokens)
+    def ending(tokens: list[int], count: int) -> tuple[torch.Tensor, list[int]]:
+        """The last `count` tokens, and log p of all tokens there. A row that is too long loses what follows <|bos|>."""
+        if len(tokens) > longest:
+            tokens = tokens[:1] + tokens[1 - longest :]
         count = min(count, len(tokens) - 1)
-        return -log_p(model, tokens)[range(-count, 0), tokens[-count:]].mean().item()
+        return model(torch.tensor([tokens[:-1]])).double().log_softmax(-1)[0, -count:], tokens[-count:]
 
-    def encode(*parts: str) -> list[int]:
-        return tokenizer.encode("".join(parts), prepend="<|bos|>")
-
+    right = 0
     for index, item in enumerate(items):
-        drawn = random.Random(1234 + index).sample([i for i in range(len(items)) if i != index], num_examples)
-        shots = oracle_prompt(kind, [items[i] for i in drawn], delimiter)
+        drawn = random.Random(1234 + index).sample(items[:index] + items[index + 1 :], num_examples)
+        shots = "".join(variants(kind, example, delimiter)[example.get("gold", 0)] + "\n\n" for example in drawn)
+        rows = [encode(shots + variant) for variant in variants(kind, item, delimiter)]
         if kind == "language_modeling":
-            context = shots + item["context"].strip() + delimiter
-            before, row = encode(context.rstrip()), encode(context, item["continuation"])
-            assert row[: len(before)] == before
-            end = row[len(before) :]
-            right += log_p(model, fitting(row)).argmax(-1)[-len(end) :].tolist() == end
+            before = encode((shots + item["context"].strip() + delimiter).rstrip())
+            assert rows[0][: len(before)] == before
+            log_p, end = ending(rows[0], len(rows[0]) - len(before))
+            right += log_p.argmax(-1).tolist() == end
             continue
         if kind == "multiple_choice":
-            rows = [encode(shots, item["query"], delimiter, choice) for choice in item["choices"]]
             shared = len(os.path.commonprefix(rows))
-            losses = [mean_loss(row, max(len(row) - shared, 1)) for row in rows]
+            counts = [max(len(row) - shared, 1) for row in rows]
         else:
-            rows = [encode(shots, text, delimiter, item["continuation"]) for text in item["context_options"]]
-            shared = len(os.path.commonprefix([row[::-1] for row in rows]))
-            losses = [mean_loss(row, shared) for row in rows]
+            counts = [len(os.path.commonprefix([row[::-1] for row in rows]))] * len(rows)
+        losses = []
+        for row, count in zip(rows, counts):
+            log_p, end = ending(row, count)
+            losses.append(-log_p[range(len(end)), end].mean().item())
         right += losses.index(min(losses)) == item["gold"]
     accuracy = right / len(items)
     assert 0 < accuracy < 0.95, f"{label} could not fail: {accuracy}"

@@ -13,16 +13,12 @@ from nanochat.data.task import reference
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.retrieval import Library
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import make_mixture, make_task, never_looks_up
+from nanochat.tasks import make_task, never_looks_up
 from nanochat.tasks.lookup import what_is_asked
 from nanochat.tasks.python_questions import documented, side_of_name
 
 SPECS = ("lookup", "lookup:true", "lookup:unknown", "search", "search:true", "search:unknown")
 CALL = re.compile(r'(lookup|search)\("( ?)([^"]+)"\)')
-
-
-def answers_that_call(conversation: Conversation) -> list[list[dict]]:
-    return [message["content"] for message in conversation["messages"] if isinstance(message["content"], list)]
 
 
 def exchanges(conversation: Conversation) -> list[tuple[str, str, str, str, str]]:
@@ -47,9 +43,9 @@ def exchanges(conversation: Conversation) -> list[tuple[str, str, str, str, str]
 def test_calls_and_answers_are_copies(spec: str, split: str):
     """
     A call copies one stretch of the question that begins after a blank, a quote or nothing; an answer, what is found.
-    By index: a loop over a sequence would end without a word at an IndexError.
     """
     task = make_task(spec, split)
+    # By index: a loop over a sequence would end silently at an IndexError.
     for index in range(min(len(task), 3000)):
         conversation = task[index]
         for question, _, asked, found, answer in exchanges(conversation):
@@ -66,10 +62,10 @@ def test_a_tokenizer_copies_the_same_tokens(spec: str):
     tokenizer = Tokenizer([f"{a}{b}".encode() for a in " " + letters for b in letters])
     same = Counter()
     for conversation in make_task(spec, "test")[:150]:
-        for answer, (question, *_) in zip(answers_that_call(conversation), exchanges(conversation), strict=True):
-            ids = tokenizer.encode("".join(CALL.fullmatch(answer[0]["text"]).groups()[1:]))
-            among = tokenizer.encode(question)
-            same[any(among[i:i + len(ids)] == ids for i in range(len(among)))] += 1
+        question, answer = conversation["messages"][-2:]
+        _, *copied = CALL.fullmatch(answer["content"][0]["text"]).groups()
+        ids, among = tokenizer.encode("".join(copied)), tokenizer.encode(question["content"])
+        same[any(among[i:i + len(ids)] == ids for i in range(len(among)))] += 1
     assert same[True] > 0.98 * same.total(), same
 
 
@@ -81,23 +77,23 @@ def test_training_never_shows_a_held_out_object():
     for spec in SPECS:
         for conversation in make_task(spec, "train")[:5000]:
             for question, tool, asked, found, _ in exchanges(conversation):
-                assert tool == "search" or side_of_name(asked) == "train"
-                assert tool == "search" or not dotted & set(re.split(r"[\s?\"`()]+", question))
+                if tool == "lookup":
+                    assert side_of_name(asked) == "train" and not dotted & set(re.split(r"[\s?\"`()]+", question))
                 assert not any(found.startswith(text) for text in only_there), found
                 asked_for.add(asked)
     assert len(asked_for) > 12_000
 
 
 def test_the_test_split_asks_about_every_held_out_object_and_tells_the_truth():
-    found = [exchanges(conversation)[-1] for conversation in make_task("lookup", "test")]
+    lookups, searches = ([exchanges(conversation)[-1] for conversation in make_task(tool, "test")]
+                         for tool in ("lookup", "search"))
     held_out = documented("test")
-    assert {asked for _, _, asked, _, _ in found} == set(held_out) and len(found) == len(held_out)
-    for _, tool, asked, text, _ in found:
-        assert tool == "lookup" and text.startswith(held_out[asked])
-        rest = text.removeprefix(held_out[asked])
-        assert len(text) <= 200 and rest.strip() in " ".join(documentation()[asked].split())
-    questions = [exchanges(conversation)[-1] for conversation in make_task("search", "test")]
-    assert len(questions) > 150 and {text for *_, text, _ in questions} <= {text for *_, text, _ in found}
+    assert sorted(asked for _, _, asked, _, _ in lookups) == sorted(held_out)
+    for _, tool, asked, text, _ in lookups:
+        first, rest = text[: len(held_out[asked])], text[len(held_out[asked]) :]
+        assert tool == "lookup" and first == held_out[asked] and len(text) <= 200
+        assert rest.strip() in " ".join(documentation()[asked].split())
+    assert len(searches) > 150 and {text for *_, text, _ in searches} <= {text for *_, text, _ in lookups}
 
 
 @pytest.mark.parametrize("tool", ["lookup", "search"])
@@ -112,51 +108,40 @@ def test_true_results_can_be_earned(tool: str):
 
 
 def test_most_results_in_training_are_not_what_the_model_could_know():
-    kinds = Counter()
-    for conversation in make_task("lookup", "train")[:4000]:
-        _, _, asked, found, _ = exchanges(conversation)[-1]
-        true = found.startswith(documented("train").get(asked, "\0"))
-        kinds["nothing" if found == "nothing" else "true" if true else "of something else"] += 1
-    total = kinds.total()
-    assert 0.1 < kinds["nothing"] / total < 0.2
-    assert 0.2 < kinds["true"] / total < 0.35
+    results = [exchanges(conversation)[-1] for conversation in make_task("lookup", "train")[:4000]]
+    nothing = sum(found == "nothing" for _, _, _, found, _ in results)
+    true = sum(found.startswith(documented("train").get(asked, "\0")) for _, _, asked, found, _ in results)
+    assert 400 < nothing < 800 < true < 1400
 
 
 def test_small_talk_calls_nothing_and_is_held_out_by_its_words():
     sides = []
     for split in ("train", "test"):
-        task = make_task("lookup:talk", split)
-        asked = set()
-        for conversation in task:
-            answer = conversation["messages"][-1]["content"]
-            assert answer.startswith("I can look things up, calculate,")
-            asked.add(conversation["messages"][-2]["content"].lower().rstrip("?."))
-        sides.append(asked)
-        assert not task.evaluate(conversation, "I do not know.")
+        turns = [conversation["messages"][-2:] for conversation in make_task("lookup:talk", split)]
+        assert all(answer["content"].startswith("I can look things up, calculate,") for _, answer in turns)
+        sides.append({question["content"].lower().rstrip("?.") for question, _ in turns})
     train, test = sides
     assert len(train) > 500 and len(test) > 40 and not train & test
 
 
 def test_judges_are_strict():
     task = make_task("lookup", "test")
-    for conversation in task:
+    for index, conversation in enumerate(task):
         right = reference(conversation)
         assert task.evaluate(conversation, f" {right}\n")
-        other = reference(task[0 if right != reference(task[0]) else 1])
-        for wrong in (right.lower(), right[:-1], right + " Yes.", other, "nothing", right.replace(" ", "", 1),
-                      "I do not know. I found nothing about it."):
+        for wrong in (right.lower(), right[:-1], right + " Yes.", reference(task[index - 1]), "nothing",
+                      right.replace(" ", "", 1), "I do not know. I found nothing about it."):
             assert not task.evaluate(conversation, wrong), (right, wrong)
     two = next(conversation for conversation in task if len(conversation["right"]) > 1)
     first, both = two["right"][:2]
-    assert both.startswith(first) and task.evaluate(two, first) and task.evaluate(two, both)
-    assert not task.evaluate(two, both.removeprefix(first).strip())
+    second = both.removeprefix(first).strip()
+    assert [task.evaluate(two, answer) for answer in (first, both, second)] == [True, True, False]
 
     task = make_task("lookup:unknown", "test")
-    for conversation in task:
-        assert task.evaluate(conversation, "I do not know. I found nothing about blerp.")  # a misspelled name
-        assert not task.evaluate(conversation, "I do not know. I found nothing aboutblerp.")
-        for wrong in ("I do not know.", "It is a list.", "I do not know. It is a list.", reference(task[0])[15:]):
-            assert not task.evaluate(conversation, wrong)
+    assert task.evaluate(task[0], "I do not know. I found nothing about blerp."), "a misspelled name"
+    for wrong in ("I do not know. I found nothing aboutblerp.", "I do not know.", "I do not know. It is a list.",
+                  reference(task[0])[15:]):
+        assert not task.evaluate(task[0], wrong), wrong
 
 
 def test_what_a_text_lets_one_ask():
@@ -185,45 +170,29 @@ def test_passages_of_a_library_are_asked_about(tmp_path: Path):
     recipe = "# Recipe number {0}\n\nMixes {0} eggs with sugar and flour. Bake it for {0} minutes."
     text = "\n\n".join(recipe.format(i) for i in range(250))
     (folder / "cakes.md").write_text(text + "\n\n# Recipe number 3\n\nThe same title again.\n")
-    file = make_library(str(folder))
-    library = Library(file)
+    library = Library(make_library(str(folder)))
     for tool in ("lookup", "search"):
-        both = [make_task(f"{tool}:{file}", split) for split in ("train", "test")]
-        texts = []
-        for task in both:
+        sides = []
+        for split in ("train", "test"):
+            task = make_task(f"{tool}:notes", split)
             correct = 0
             for conversation in task:
                 _, called, asked, found, answer = exchanges(conversation)[-1]
                 passage = getattr(library, tool)(asked)
                 correct += passage is not None and task.evaluate(conversation, passage.text)
-                assert called == tool and task.evaluate(conversation, answer) and task.library == str(file)
+                assert called == tool and task.evaluate(conversation, answer)
             assert correct == len(task) if tool == "lookup" else correct > 0.75 * len(task)
-            texts.append({tuple(conversation["right"]) for conversation in task})
-        train, test = texts
-        assert train | test <= {
-            (f"Mixes {i} eggs with sugar and flour.",
-             f"Mixes {i} eggs with sugar and flour. Bake it for {i} minutes.") for i in range(250)
-        } | {("The same title again.",)}
+            assert task[7] == make_task(f"{tool}:notes", split)[7] and task.library == "notes"
+            sides.append({conversation["right"][-1] for conversation in task})
+        train, test = sides
+        assert train | test <= {f"Mixes {i} eggs with sugar and flour. Bake it for {i} minutes." for i in range(250)
+                                } | {"The same title again."}
         assert not train & test and len(train) > 200 and len(test) > 10, "what is tested is never trained on"
-        assert both[0][7] == make_task(f"{tool}:{file}", "train")[7]
     with pytest.raises(UserError, match="no library"):
         make_task("lookup:/nobody.sqlite", "test")
     (folder / "cakes.md").write_text("# Long\n\n" + "word " * 58 + "\n")
     with pytest.raises(UserError, match="nothing to train on: of its 1 passages none of up to 200 characters"):
         make_task(f"search:{make_library(str(folder))}", "train")
-
-
-def test_a_library_is_trained_on_in_a_mixture_by_its_name(base_folder, tmp_path):
-    """The answers are passages of a user's own folder, to the letter; nothing about them is held out by accident."""
-    (tmp_path / "bakery").mkdir()
-    for i in range(40):
-        (tmp_path / "bakery" / f"bread{i}.txt").write_text(f"Rye loaf {i} rests for {i} hours before baking.\n")
-    make_library(str(tmp_path / "bakery"))
-    passages = {f"Rye loaf {i} rests for {i} hours before baking." for i in range(40)}
-    mixture = make_mixture("lookup:bakery*2, search:bakery, lookup[:30]", "train", seed=0)
-    answers = Counter(reference(conversation) for conversation in mixture)
-    assert sum(answers[text] for text in passages) == len(mixture) - 30 > 90
-    assert 25 < len(passages & answers.keys()) < 40, "some are held out"
 
 
 def test_a_model_that_was_not_taught_to_look_up_says_so():
@@ -237,14 +206,13 @@ def test_tokens_of_a_tokenizer_are_all_copied(base_folder):
     """Each token of it is in some passage, and what is asked, called and answered is to the letter the same."""
     make_sums(base_folder, 200, "What is {i} plus {i}? The answer is {twice}. " * 3, vocab_size=350)
     task = make_task("tokens:sums", "train")
-    texts = ""
-    for i in range(500):
-        question, answer = task[i]["messages"][-2:]
+    passages = []
+    for conversation in task[:500]:
+        question, answer = conversation["messages"][-2:]
         call, found, said = [part["text"] for part in answer["content"]]
-        name = CALL.fullmatch(call)[3]
-        assert name.lower() in question["content"].lower() and found.startswith(said)
-        texts += found
-    missing = [token for token in task.tokens if token.strip().lower() not in texts.lower()]
+        assert CALL.fullmatch(call)[3].lower() in question["content"].lower() and found.startswith(said)
+        passages.append(found)
+    missing = [token for token in task.tokens if token.strip().lower() not in "".join(passages).lower()]
     assert len(task.tokens) > 20 and not missing, missing
-    assert set(task[i]["messages"][-1]["content"][1]["text"] for i in range(50)) & {
-        make_task("tokens:sums", "test")[i]["messages"][-1]["content"][1]["text"] for i in range(50)} == set()
+    tested = make_task("tokens:sums", "test")
+    assert not {conversation["messages"][-1]["content"][1]["text"] for conversation in tested} & set(passages)

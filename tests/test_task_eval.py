@@ -8,12 +8,13 @@ import torch
 from ranks import run_on_ranks
 
 from nanochat.data.conversation import render_prompt
-from nanochat.data.task import Task
+from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.task_eval import accuracy, evaluate_task, likeliest_letters, pass_at
+from nanochat.eval.task_eval import evaluate_task, likeliest_letters, pass_at
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
+from nanochat.tasks.common import single_turn
 from nanochat.training.rollouts import describe_change, sample_rollouts
 
 TOKENIZER = Tokenizer([])
@@ -35,10 +36,9 @@ class Choices(Task):
         return 13
 
     def conversation(self, index: int) -> dict:
-        letters = ["A", "B", "C", "D", "E"][: 2 + index % 4]
-        messages = [{"role": "user", "content": f"{index} " + "?" * (120 if index == 5 else index * 3)},
-                    {"role": "assistant", "content": letters[index % len(letters)]}]
-        return {"messages": messages, "letters": letters}
+        letters = list("ABCDE")[: 2 + index % 4]
+        question = f"{index} " + "?" * (120 if index == 5 else index * 3)
+        return single_turn(question, letters[index % len(letters)]) | {"letters": letters}
 
 
 class Writing(Task):
@@ -49,7 +49,7 @@ class Writing(Task):
         return 7
 
     def conversation(self, index: int) -> dict:
-        return {"messages": [{"role": "user", "content": f"write {index}"}, {"role": "assistant", "content": "ab"}]}
+        return single_turn(f"write {index}", "ab")
 
     def evaluate(self, conversation: dict, answer: str) -> bool:
         return len(answer) % 2 == 0
@@ -60,16 +60,15 @@ def test_the_letter_is_the_likeliest_first_token_of_the_answer():
     model, conversations = random_model(), list(Choices())
     expected = []
     for conversation in conversations:
-        prompt = render_prompt(TOKENIZER, conversation)
-        prompt = prompt if len(prompt) <= 96 else prompt[:1] + prompt[-95:]
-        logits = model(torch.tensor([prompt]))[0, -1]
+        first, *rest = render_prompt(TOKENIZER, conversation)
+        logits = model(torch.tensor([[first, *rest[-95:]]]))[0, -1]
         expected.append(max(conversation["letters"], key=lambda letter: logits[ord(letter)].item()))
     assert len(set(expected)) > 1, "the case decides something"
     for batch_size in (1, 4, 13):
         assert likeliest_letters(model, TOKENIZER, conversations, batch_size) == expected
-    right = evaluate_task(Choices(), model, TOKENIZER, 4)
-    assert right == [[letter == c["messages"][-1]["content"]] for letter, c in zip(expected, conversations)]
-    assert accuracy(evaluate_task(Choices(), model, TOKENIZER, 4, max_problems=3)) == fmean(r[0] for r in right[:3])
+    right = [[letter == reference(one)] for letter, one in zip(expected, conversations)]
+    assert evaluate_task(Choices(), model, TOKENIZER, 4) == right
+    assert evaluate_task(Choices(), model, TOKENIZER, 4, max_problems=3) == right[:3]
 
 
 def evaluate_both(rank: int, world_size: int) -> list:
@@ -108,7 +107,7 @@ def test_a_prompt_longer_than_the_context_is_practised_as_it_was_read():
     """Truncated, like in the engine: the tokens and their weights belong together, and fit a row."""
     class Long(Writing):
         def conversation(self, index: int) -> dict:
-            return {"messages": [{"role": "user", "content": "?" * 300}, {"role": "assistant", "content": "ab"}]}
+            return single_turn("?" * 300, "ab")
 
     for rollout in sample_rollouts(Long(), [0], random_model(), TOKENIZER, 3, SamplingParams(10, 1.0, seed=1),
                                    batch_size=3):

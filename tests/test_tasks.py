@@ -18,7 +18,7 @@ import pytest
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.tinyworld import COMPUTED, WORDS, facts
-from nanochat.data.conversation import check_conversation
+from nanochat.data.conversation import check_conversation, parts
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer, get_tokenizer
 from nanochat.inference.calculator import calculate
@@ -26,8 +26,7 @@ from nanochat.inference.tools import Tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import Mixture, describe_validation, example_questions, make_mixture, make_task, without_parts
 from nanochat.tasks import world_questions as world
-from nanochat.tasks.common import last_number, single_turn, split_of
-from nanochat.tasks.gsm8k import answer_parts
+from nanochat.tasks.common import last_number, single_turn
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity",
@@ -61,7 +60,7 @@ def asked(conversation: dict) -> str:
 
 
 def parts_of(conversation: dict) -> list[tuple[str, str]]:
-    return [(part["type"], part["text"]) for part in conversation["messages"][-1]["content"]]
+    return [(part["type"], part["text"]) for part in parts(conversation["messages"][-1]["content"])]
 
 
 def in_a_process(code: str, **env: str) -> str:
@@ -73,9 +72,9 @@ def in_a_process(code: str, **env: str) -> str:
 # ---- Sequences, parts, mixtures -------------------------------------------------------------------------------------
 
 def test_indices_and_slices_are_those_of_a_list():
-    task, whole = Numbers("a", 10), [f"a{i}" for i in range(10)]
+    task, whole = Numbers("a", 10)[1:], [f"a{i}" for i in range(1, 10)]
     for part in (slice(2, 5), slice(-3, None), slice(None, None, -4), slice(8, 99)):
-        assert questions(task[part]) == whole[part] and questions(task[1:][part]) == whole[1:][part]
+        assert questions(task[part]) == whole[part]
     assert asked(task[-1]) == "a9"
     with pytest.raises(IndexError):
         task[:3][3]
@@ -83,12 +82,11 @@ def test_indices_and_slices_are_those_of_a_list():
 
 def test_a_mixture_has_every_conversation_of_every_pass_once_and_an_order_of_its_seed():
     tasks = [Numbers("a", 50), Numbers("b", 7), Numbers("none", 0), Numbers("b", 7)]
-    one_after_the_other = [f"a{i}" for i in range(50)] + 2 * [f"b{i}" for i in range(7)]
     orders = [questions(Mixture(tasks, seed)) for seed in (0, 0, 1, -1)]
     assert orders[0] == orders[1]
     assert len({tuple(order) for order in orders}) == 3, "seeds n and -n coincide"
-    assert all(Counter(order) == Counter(one_after_the_other) for order in orders)
-    assert Mixture(tasks, 0).eval_type is None
+    once = questions(tasks[0]) + 2 * questions(tasks[1])
+    assert all(sorted(order) == sorted(once) for order in orders)
 
 
 def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
@@ -152,18 +150,17 @@ def value(expression: str) -> float:
     return eval(expression)
 
 
-@pytest.mark.parametrize("level", ["easy", "medium", "hard"])
-def test_arithmetic_calls_the_tool_with_what_was_asked_and_says_what_it_answers(level: str):
-    for split in ("train", "test"):
-        for conversation in make_task(f"arithmetic:{level}", split)[::5]:
-            (_, expression), (_, output), (_, text) = parts = parts_of(conversation)
-            assert [kind for kind, _ in parts] == ["python", "python_output", "text"]
-            assert value(expression) == int(output) >= 0 and text == f"The answer is {output}."
-            # The numbers of the call are those of the question; one that is used twice may stand there once.
-            assert set(re.findall("[0-9]+", expression)) == set(re.findall("[0-9]+", asked(conversation)))
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_arithmetic_calls_the_tool_with_what_was_asked_and_says_what_it_answers(split: str):
+    for conversation in make_task("arithmetic", split)[::2]:
+        (_, expression), (_, output), _ = parts = parts_of(conversation)
+        assert parts == [("python", expression), ("python_output", output), ("text", f"The answer is {output}.")]
+        assert value(expression) == int(output) >= 0
+        # The numbers of the call are those of the question; one that is used twice may stand there once.
+        assert set(re.findall("[0-9]+", expression)) == set(re.findall("[0-9]+", asked(conversation)))
 
 
-READINGS = {  # an easy question, read independently of how it was written
+READINGS = {  # easy questions, and stories by their last sentence: read independently of how they were written
     r"What is (\d+) plus (\d+)\?|Add (\d+) and (\d+)\.|the sum of (\d+) and (\d+)\?|How much is (\d+) plus (\d+)\?":
         lambda x, y: x + y,
     r"What is (\d+) minus (\d+)\?|How much is (\d+) minus (\d+)\?": lambda x, y: x - y,
@@ -172,10 +169,8 @@ READINGS = {  # an easy question, read independently of how it was written
         lambda x, y: x * y,
     r"(?:What|How much) is (\d+) divided by (\d+)\?|Divide (\d+) by (\d+)\.": lambda x, y: x / y,
     r"How often does (\d+) go into (\d+)\?": lambda x, y: y / x,
-}
-STORIES = {  # and stories, by their last sentence and their numbers in order
     r"has (\d+) \w+ and buys (\d+) boxes with (\d+) .* now\?": lambda x, y, z: x + y * z,
-    r"has (\d+) (\w+)\. (\w+) has (\d+) more\..* together\?": lambda x, _, __, y: x + (x + y),
+    r"has (\d+) \w+\. \w+ has (\d+) more\..* together\?": lambda x, y: x + (x + y),
     r"^(\d+) friends share (\d+) \w+\. .* had (\d+)\.": lambda x, y, z: y / x + z,
     r"(\d+) people on a train\. (\d+) get off and (\d+) get on": lambda x, y, z: x - y + z,
 }
@@ -183,28 +178,25 @@ STORIES = {  # and stories, by their last sentence and their numbers in order
 
 def test_arithmetic_questions_mean_what_is_computed():
     read = Counter()
-    for readings, level in ((READINGS, "easy"), (STORIES, "hard")):
-        for conversation in make_task(f"arithmetic:{level}", "test"):
-            for pattern, compute in readings.items():
-                if found := re.search(pattern, asked(conversation)):
-                    numbers = [int(group) if group.isdigit() else group for group in found.groups() if group]
-                    assert compute(*numbers) == last_number(reference(conversation)), asked(conversation)
-                    read[pattern] += 1
-    assert set(read) == {*READINGS, *STORIES} and min(read.values()) >= 10
+    for conversation in make_task("arithmetic", "test"):
+        for pattern, compute in READINGS.items():
+            if found := re.search(pattern, asked(conversation)):
+                numbers = [int(group) for group in found.groups() if group]
+                assert compute(*numbers) == last_number(reference(conversation)), asked(conversation)
+                read[pattern] += 1
+    assert set(read) == set(READINGS) and min(read.values()) >= 3
 
 
 def test_arithmetic_holds_out_an_expression_on_every_level_and_in_every_order_of_its_numbers():
-    def problem(expression: str) -> tuple[str, tuple[int, ...]]:
-        return re.sub("[0-9]+", "n", expression), tuple(sorted(map(int, re.findall("[0-9]+", expression))))
+    def problem(expression: str) -> tuple[str, ...]:
+        return re.sub("[0-9]+", "n", expression), *sorted(re.findall("[0-9]+", expression))
 
-    sides = {"train": set(), "test": set()}
-    for spec in ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard"):
-        for split, expressions in sides.items():
-            expressions |= {problem(parts_of(conversation)[0][1]) for conversation in make_task(spec, split)}
-    assert min(map(len, sides.values())) > 5000 and not sides["train"] & sides["test"]
+    trained, tested = (
+        {problem(parts_of(conversation)[0][1]) for level in ("", ":easy", ":medium", ":hard")
+         for conversation in make_task(f"arithmetic{level}", split)} for split in ("train", "test"))
+    assert min(len(trained), len(tested)) > 5000 and not trained & tested
     # Told in the documents of the embedded corpus, so not to be held out.
-    told = {problem(row[0]) for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
-    assert not told & sides["test"]
+    assert not tested & {problem(row[0]) for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
 
 
 # ---- Python: documentation and programs
@@ -214,25 +206,25 @@ def test_pydoc_says_what_the_documentation_says_about_that_object():
     def plain(text: str) -> str:
         return " ".join(text.lower().split())
 
-    answers = {}
+    answers = []
     for spec, split in (("pydoc", "train"), ("pydoc", "test"), ("pydoc:known", "test")):
         task = make_task(spec, split)
-        answers[spec, split] = dict(task.objects)
-        for name, sentence in task.objects:
+        objects = dict(task.objects)
+        answers.append(objects)
+        for name, sentence in objects.items():
             assert plain(sentence).rstrip(".") in plain(inspect.getdoc(pydoc.locate(name)) or ""), name
         for conversation in task[::31]:
-            named = {word.strip("?.,") for word in asked(conversation).split()} & dict(task.objects).keys()
-            assert reference(conversation) in {dict(task.objects)[name] for name in named}, asked(conversation)
-    trained, held_out, known = answers.values()
+            words = [word.strip("?.,") for word in asked(conversation).split()]
+            assert reference(conversation) in map(objects.get, words), asked(conversation)
+    trained, held_out, known = answers
     assert len(trained) > 2000 and len(held_out) > 200 and known == trained and not trained.keys() & held_out.keys()
-    both = trained | held_out
-    assert both["dict.pop"] == "Remove specified key and return the corresponding value."  # which follows "-> v, "
+    # The sentence follows "-> v, ".
+    assert (trained | held_out)["dict.pop"] == "Remove specified key and return the corresponding value."
 
 
 def test_what_pydoc_knows_does_not_depend_on_what_else_is_imported():
     """What torch and we change in the standard library would shift a mixture's order, and end a resumed run."""
-    code = ("from nanochat.tasks.python_questions import documented; "
-            "print([documented(split) for split in ('train', 'test')])")
+    code = "from nanochat.tasks.python_questions import documented; print(documented('train'), documented('test'))"
     more = ("import torch._dynamo; "
             "from nanochat.runtime.exits import install_one_line_errors; install_one_line_errors(); ")
     assert in_a_process(code) == in_a_process(more + code)
@@ -247,13 +239,10 @@ def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_c
             assert conversation["prints"] == printed and task.evaluate(conversation, f"It prints {printed}")
             assert not task.evaluate(conversation, f"It prints {printed} or so")
         for conversation in task[:1000]:
-            source = asked(conversation).partition("\n\n")[2]
-            content = conversation["messages"][-1]["content"]
-            calls = parts_of(conversation)[:-1] if isinstance(content, list) else []
-            outputs = [output for kind, output in calls if kind == "python_output"]
-            expressions = [expression for kind, expression in calls if kind == "python"]
-            assert list(map(calculate, expressions)) == outputs, conversation
-            loop = re.fullmatch(r"(\w+) = 0\nfor (\w+) in \[(.+)\]:\n    \1 \+= \2\nprint\(\1\)", source)
+            *calls, _ = parts_of(conversation)
+            outputs = [output for _, output in calls[1::2]]
+            assert [calculate(expression) for _, expression in calls[::2]] == outputs, conversation
+            loop = re.search(r"\n(\w+) = 0\nfor (\w+) in \[(.+)\]:\n    \1 \+= \2\nprint\(\1\)$", asked(conversation))
             if loop:  # a sum is calculated number by number
                 assert list(map(int, outputs)) == list(itertools.accumulate(map(int, loop[3].split(", "))))
             called[bool(calls), bool(loop)] += 1
@@ -265,30 +254,26 @@ def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_c
 def test_spellingbee_sides_share_no_word_and_test_none_that_the_corpus_spells():
     trained, tested = (set(make_task("spellingbee", split).words) for split in ("train", "test"))
     assert len(trained) == 20_000 and len(tested) == 2_000 and not trained & tested
-    assert set(WORDS) <= trained
-    assert all(re.fullmatch("[a-z]{3,8}", word) for word in trained | tested)
-    used = Counter()
-    for conversation in make_task("spellingbee", "test"):
-        used.update(set(re.findall("[a-z]{3,8}", asked(conversation))) & tested)
-    assert set(used) == tested and min(used.values()) >= 3  # every word in each of three kinds
+    assert set(WORDS) <= trained and all(re.fullmatch("[a-z]{3,8}", word) for word in trained | tested)
+    used = Counter(re.findall("[a-z]{3,8}", " ".join(questions(make_task("spellingbee", "test")))))
+    assert min(used[word] for word in tested) >= 3  # every word in each of three kinds
 
 
 def check_spelling(conversation: dict) -> tuple[str, int]:
     """Kind, and count (0 where none is asked for), of a conversation whose answer is right."""
-    question, answer = asked(conversation), conversation["messages"][-1]["content"]
+    question, (*calls, (_, answer)) = asked(conversation), parts_of(conversation)
     if "word" in conversation:
         word = re.search(rf'[ "]{conversation["word"]}\b', question)[0].lstrip('"')  # as its tokens are there
-        letters = "-".join(word.strip())
-        call = f'spell("{word}")'
-        assert parts_of(conversation) == [("python", call), ("python_output", letters), ("text", f"{letters}.")]
+        letters, call = "-".join(word.strip()), f'spell("{word}")'
+        assert calls == [("python", call), ("python_output", letters)] and answer == f"{letters}."
         assert Tools().result(call, Tokenizer([]), calls=0) == letters
         return "spell", 0
     word = re.search('"([a-z]+)"', question)[1]
-    letter = re.search(r" ([a-z])(?:'s)?[ ?.]", question.replace(" a re", ""))[1]
+    letter = re.search(r" ([a-z])(?:'s)?[ ?.]", question)[1]
     count = sum(char == letter for char in word)
-    assert last_number(reference(conversation)) == count
-    if isinstance(answer, list):
-        assert parts_of(conversation)[:2] == [("python", f'"{word}".count("{letter}")'), ("python_output", str(count))]
+    assert last_number(answer) == count
+    if calls:
+        assert calls == [("python", f'"{word}".count("{letter}")'), ("python_output", str(count))]
         return "tool", count
     spelled = answer.partition(".")[0]
     assert re.sub("[^a-z]", "", spelled) == word
@@ -297,73 +282,63 @@ def check_spelling(conversation: dict) -> tuple[str, int]:
 
 
 def test_spellingbee_spells_and_counts_right():
-    checked = [check_spelling(conversation) for conversation in make_task("spellingbee", "test")]
-    kinds = Counter(kind for kind, _ in checked)
-    counts = Counter(count for kind, count in checked if kind != "spell")
-    assert kinds == {"spell": 2000, "tool": 2000, "hand": 2000} and min(counts[0], counts[2]) > 200 and counts[3]
+    checked = Counter(check_spelling(conversation) for conversation in make_task("spellingbee", "test"))
+    for kind in ("tool", "hand"):
+        assert sum(checked[kind, count] for count in range(9)) == checked["spell", 0] == 2000
+        assert min(checked[kind, 0], checked[kind, 2]) > 100 and checked[kind, 3]
 
 
 # ---- The words of a tokenizer
 
-def learn_world(folder: Path, more: list[str]) -> Counter:
-    """Give the data set `world` a tokenizer that was learned from all facts, and from more words. Counts its words."""
+def learn_world(folder: Path, more: list[str]) -> set[str]:
+    """Give the data set `world` a tokenizer that was learned from all facts, and from more words. Its words."""
     texts = [" ".join(filter(None, telling)) for fact in facts() for telling in fact.tellings]
     texts += [" ".join(more)] * 3
     learn_tokenizer(texts, 4000).save(folder / "tokenizer" / "world")
-    return Counter(re.findall("[a-z]+", " ".join(texts).lower()))
+    return set(re.findall("[a-z]+", " ".join(texts).lower()))
 
 
 def test_words_are_tokens_and_words_of_several_and_a_word_is_on_one_side_in_all_tasks(base_folder):
-    generated = {split: list(make_task("spellingbee", split).words[-60:]) for split in ("train", "test")}
-    seen = learn_world(base_folder, generated["train"] + generated["test"])
+    generated = [make_task("spellingbee", split).words for split in ("train", "test")]
+    seen = learn_world(base_folder, generated[0][-60:] + generated[1][-60:])
     trained, tested = (set(make_task("words:world", split).words) for split in ("train", "test"))
     assert len(trained) > 1500 and len(tested) > 100 and not trained & tested
-    assert all(split_of(word) == "test" for word in tested) and not set(WORDS) & tested
-    for split, other in (("train", tested), ("test", trained)):
-        assert not other.intersection(make_task("spellingbee", split).words)
+    assert not tested.intersection(generated[0], WORDS) and not trained.intersection(generated[1])
     tokenizer = get_tokenizer("world")
     assert all(len(tokenizer.encode(f" {word}")) > 1 for word in tested), "none of those held out is a token"
     # Without the rule about longer tokens a quarter are fragments: the beginnings of words, and never words themselves.
-    tokens = [token.decode() for token in tokenizer.merges if re.fullmatch(b" [A-Za-z]{3,}", token)]
-    beginnings = {token[1:].lower() for token in tokens}
+    beginnings = {token[1:].decode().lower() for token in tokenizer.merges if re.fullmatch(b" [A-Za-z]{3,}", token)}
     found = trained & beginnings
-    assert len(beginnings - set(seen)) > 0.2 * len(beginnings) and len(found - set(seen)) < 0.02 * len(found)
-    assert len(found) > 500 and len(found.intersection(generated["train"])) > 30
+    assert len(beginnings - seen) > 0.2 * len(beginnings) and len(found - seen) < 0.02 * len(found)
+    assert len(found) > 500 and len(found.intersection(generated[0][-60:])) > 30
 
 
 # ---- TinyWorld
 
 def test_every_fact_is_held_out_in_some_phrasing_that_is_trained_with_other_facts():
     in_documents = {telling.question for fact in facts() for telling in fact.tellings if telling.question}
-    tested, trained = ([item for item in world.items(split) if item.right] for split in ("test", "train"))
-    assert not {item.question for item in tested} & {item.question for item in trained}
-    assert not {item.question for item in tested} & in_documents
-    assert in_documents <= {item.question for item in trained}
-    # Each fact is recognised by its bare answer, its own in the world: how often it is asked for on either side.
+    tested, trained = ([item.question for item in world.items(split) if item.right] for split in ("test", "train"))
+    assert not set(tested) & {*trained, *in_documents} and in_documents <= set(trained)
     assert len(tested) >= 2 * len(facts()) and len(trained) >= 8 * len(facts())
     for template in world.CHAT:
-        pattern = re.compile(re.escape(template).replace(r"\{np\}", "the .*").replace(r"\{Np\}", "The .*"))
-        assert all(sum(bool(pattern.fullmatch(item.question)) for item in items) > 40 for items in (tested, trained))
+        pattern = re.compile(template.replace("?", r"\?").format(np="the .*", Np="The .*"))
+        assert all(len(list(filter(pattern.fullmatch, questions))) > 40 for questions in (tested, trained))
 
 
 def test_second_questions_are_held_out_with_what_they_refer_to():
-    def pair(conversation: dict) -> tuple[str, str]:
-        return asked(conversation), reference(conversation)
-
     sides = []
     for split in ("train", "test"):
-        task = make_task("tinyworld", split)
-        two = [c for c in task if len([m for m in c["messages"] if m["role"] == "user"]) == 2]
+        two = [one for one in make_task("tinyworld", split) if len(one["messages"]) > 3]
         assert len(two) == world.TWO_TURNS[split]
-        sides.append({pair(c) for c in two if asked(c).startswith(("And ", "What about "))})
+        sides.append({(asked(one), reference(one)) for one in two if asked(one).startswith(("And ", "What about "))})
     assert min(map(len, sides)) > 80 and not sides[0] & sides[1]
 
 
 def judge(question: str, answer: str) -> bool:
     """Whether TinyWorld takes the answer to one of its questions, of either side."""
-    item = next(item for split in ("train", "test") for item in world.items(split) if item.question == question)
-    task = make_task("tinyworld", "train")
-    return task.evaluate(single_turn(item.question, item.reply) | {"right": sorted(item.right)}, answer)
+    item = next(item for item in world.items("train") + world.items("test") if item.question == question)
+    conversation = single_turn(question, item.reply) | {"right": item.right}
+    return make_task("tinyworld", "train").evaluate(conversation, answer)
 
 
 @pytest.mark.parametrize("question, right, wrong", [
@@ -386,18 +361,17 @@ def test_the_model_says_who_it_is():
     task = make_task("tinyworld:identity", "test")
     for conversation in make_task("tinyworld:identity", "train"):
         assert "nanochat" in reference(conversation) and task.evaluate(conversation, reference(conversation))
-    of = {reply: single_turn("?", reply) | {"right": []} for reply in world.IDENTITY}
-    who, hello, name, _, maker, *_ = of
-    # of the canned sentences only the one that was asked for, or with a greeting
-    for question, conversation in of.items():
-        expected = [who, hello] if question == who else [question]
-        assert [reply for reply in of if task.evaluate(conversation, reply)] == expected
-    for asked_for, answer, right in (
+    wanted = {reply: single_turn("?", reply) | {"right": []} for reply in world.IDENTITY}
+    who, hello, name, _, maker, *_ = wanted
+    # Of the canned sentences only the one that is wanted is right, or the same with a greeting.
+    for reply, conversation in wanted.items():
+        assert [other for other in wanted if task.evaluate(conversation, other)] == [reply] + [hello] * (reply == who)
+    for reply, answer, right in (
         (who, "I'm nanochat, a language model!", True), (who, "I am nanochat.", False),
         (who, "I am nanochatty, a language model.", False), (name, "hi! I am called nanochat", True),
         (maker, "I am nanochat, a small language model, made by OpenAI.", False),
     ):
-        assert task.evaluate(of[asked_for], answer) == right, answer
+        assert task.evaluate(wanted[reply], answer) == right, answer
 
 
 # ---- Data sets of the hub, from local folders in its layout ---------------------------------------------------------
@@ -411,7 +385,7 @@ ARC = [{"id": "M1", "question": "What is hot?", "choices": {"text": ["ice", "fir
        {"id": "M2", "question": "What falls?", "answerKey": "A",
         "choices": {"text": ["rain", "hills", "sky", "sun", "air"], "label": list("ABCDE")}}]
 GSM8K = [{"question": "Ann has 6 eggs and sells half. How many dollars at $1,000 each?",
-          "answer": "She sells 6 / 2 = <<6/2=3>>3 eggs.\nThat is 3 * 1,000 = $<<3*1,000=3,000>>3,000.\n#### 3,000"}]
+          "answer": "50% of 6 is <<6*50%=3>>3, <<6/2=3>>3.\nThat is 3 * 1,000 = $<<3*1,000=3,000>>3,000.\n#### 3,000"}]
 HUMANEVAL = [{"task_id": "HumanEval/0", "entry_point": "double",
               "prompt": 'from typing import List\n\n\ndef double(numbers: List[int]) -> List[int]:\n'
                         '    """ Twice each number.\n    >>> double([1])\n    [2]\n    """\n',
@@ -420,15 +394,14 @@ HUMANEVAL = [{"task_id": "HumanEval/0", "entry_point": "double",
                       "    assert candidate([1, 2]) == [2, 4]\n\n"}]
 
 
-def write(base_folder: Path, name: str, rows: list[dict]) -> Path:
+def write(base_folder: Path, name: str, rows: list[dict]) -> None:
     """A file of a local data set, parquet or JSONL by its ending."""
     path = base_folder / "tasks" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+        path.write_text("\n".join(map(json.dumps, rows)))
 
 
 def test_smoltalk_from_several_files_keeps_roles_and_texts(base_folder):
@@ -442,67 +415,50 @@ def test_mmlu_trains_on_the_auxiliary_rows_and_is_measured_on_all(base_folder):
     auxiliary = [{"train": row} for row in MMLU]  # the hub has them wrapped
     write(base_folder, "mmlu/auxiliary_train/train-00000-of-00001.parquet", auxiliary)
     write(base_folder, "mmlu/all/test-00000-of-00001.parquet", MMLU[:1])
-    trained = sorted(asked(conversation).splitlines()[1] for conversation in make_task("mmlu", "train"))
-    assert trained == ["0 + 1?", "1 + 1?", "2 + 1?"]
+    assert sorted(question.splitlines()[1] for question in questions(make_task("mmlu", "train"))) == [
+        "0 + 1?", "1 + 1?", "2 + 1?"]
     task = make_task("mmlu", "test")
     assert (len(task), task.name, task.eval_type, task.baseline) == (1, "MMLU", "categorical", 0.25)
-    assert task[0]["letters"] == list("ABCD") and reference(task[0]) == "B"
     assert asked(task[0]).splitlines()[1:] == ["0 + 1?", "0", "A", "1", "B", "7", "C", "9", "D"]
-    assert [letter for letter in "ABCD" if task.evaluate(task[0], letter)] == ["B"]
-    check_conversation(task[0])
+    assert [letter for letter in task[0]["letters"] if task.evaluate(task[0], letter)] == [reference(task[0])] == ["B"]
 
 
 def test_arc_has_letters_whatever_its_labels_and_three_to_five_choices(base_folder):
     write(base_folder, "arc/ARC-Easy/test.jsonl", ARC)
     task = make_task("arc", "test")
     assert task.name == "ARC-Easy" and task.baseline == pytest.approx((1 / 3 + 1 / 5) / 2)
-    found = {asked(conversation).splitlines()[1]: conversation for conversation in task}
-    assert found["What is hot?"]["letters"] == list("ABC") and reference(found["What is hot?"]) == "B"
-    assert found["What falls?"]["letters"] == list("ABCDE") and reference(found["What falls?"]) == "A"
-    assert task.evaluate(found["What is hot?"], "B") and not task.evaluate(found["What is hot?"], "2")
+    found = {asked(one).splitlines()[1]: ("".join(one["letters"]), reference(one)) for one in task}
+    assert found == {"What is hot?": ("ABC", "B"), "What falls?": ("ABCDE", "A")}
+    assert not any(task.evaluate(one, "2") for one in task)
     assert task[:1].baseline in (1 / 3, 1 / 5)  # of the part that is asked, not of the whole
 
 
 def test_the_letter_in_the_question_is_the_token_of_the_answer(base_folder):
     """After a blank or a sign it would be another one; this tokenizer has merged them as often as it could."""
-
     write(base_folder, "mmlu/all/test.jsonl", MMLU)
-    conversation = make_task("mmlu", "test")[0]
+    question = asked(make_task("mmlu", "test")[0])
     tokenizer = learn_tokenizer([f"{mark}{letter}{mark}{letter} " * 3
                                  for mark in ("", " ", "=", "(", "\n", ".", "\n\n") for letter in "ABCD"], 400)
-    ids = tokenizer.encode(asked(conversation))
-    assert all(ids.count(tokenizer.encode(letter)[0]) == 1 for letter in "ABCD")
-    assert len(tokenizer.encode("A")) == 1 and tokenizer.encode(" A") != tokenizer.encode("A")
+    (a,) = tokenizer.encode("A")
+    assert tokenizer.encode(question).count(a) == 1 and a not in tokenizer.encode(" A")
 
 
 def test_gsm8k_calls_the_calculator_where_it_was_annotated(base_folder):
     write(base_folder, "gsm8k/main/test-00000-of-00001.parquet", GSM8K)
     task = make_task("gsm8k", "test")
     assert parts_of(task[0]) == [
-        ("text", "She sells 6 / 2 = "), ("python", "6/2"), ("python_output", "3"),
-        ("text", "3 eggs.\nThat is 3 * 1,000 = $"),
+        ("text", "50% of 6 is 3, "), ("python", "6/2"), ("python_output", "3"),  # no "%" for the calculator
+        ("text", "3.\nThat is 3 * 1,000 = $"),
         ("python", "3*1000"), ("python_output", "3000"), ("text", "3,000.\n#### 3,000")]
-    assert reference(task[0]) == "She sells 6 / 2 = 3 eggs.\nThat is 3 * 1,000 = $3,000.\n#### 3,000"
-    check_conversation(task[0])
     for answer in (reference(task[0]), "So\n####3,000.", "#### $3,000.00", "#### 4\nNo:\n#### 3000 dollars"):
         assert task.evaluate(task[0], answer)
     for answer in ("The answer is 3,000.", "#### -3000", "#### 3,0001", "####", "#### 3000\n#### 4"):
         assert not task.evaluate(task[0], answer)
 
 
-@pytest.mark.parametrize("answer, expected", [
-    ("a <<1+1=2>>2<<2*2=4>>4 b", [("text", "a "), ("python", "1+1"), ("python_output", "2"), ("text", "2"),
-                                  ("python", "2*2"), ("python_output", "4"), ("text", "4 b")]),
-    ("20% of 50 is <<50*20%=10>>10, x", [("text", "20% of 50 is 10, x")]),  # nothing that the calculator knows
-])
-def test_annotations_become_calls_of_the_tool(answer: str, expected: list[tuple[str, str]]):
-    assert [(part["type"], part["text"]) for part in answer_parts(answer)] == expected
-
-
 def test_humaneval_runs_the_tests_of_its_problem(base_folder):
     write(base_folder, "humaneval/openai_humaneval/test-00000-of-00001.parquet", HUMANEVAL)
     task = make_task("humaneval", "test")
-    check_conversation(task[0])
     assert "def double" in asked(task[0]) and "return" not in asked(task[0])
     body = "return [number + number for number in numbers]"
     whole = f"def double(numbers: List[int]) -> List[int]:\n    {body}"  # the import is in the prompt only
@@ -524,31 +480,18 @@ def own_file(folder: Path, lines: list[str]) -> Path:
 
 
 def test_own_conversations_are_split_by_their_text_and_duplicates_stay_together(tmp_path):
-    lines = [json.dumps(single_turn(f"Frage {i} ü", f"{i}")) for i in range(400)]
-    bare = (json.loads(line)["messages"] for line in lines)  # only the list of messages
-    again = [json.dumps(messages, ensure_ascii=False, separators=(",", ":")) for messages in bare]
-    path = own_file(tmp_path, [*lines, "", *again])
-    sides = {split: make_task(f"json:{path}", split) for split in ("train", "test")}
-    counts = [Counter(questions(task)) for task in sides.values()]
-    assert not set(counts[0]) & set(counts[1]) and len(counts[0]) + len(counts[1]) == 400
-    assert all(set(count.values()) == {2} for count in counts) and 5 < len(counts[1]) < 45
-    assert set(sides["train"][0]) == {"messages"} and sides["train"].eval_type is None
-    assert questions(make_task(f"json:{path}:all", "test"))[:400] == [f"Frage {i} ü" for i in range(400)]
+    rows = [single_turn(f"Frage {i} ü", f"{i}") for i in range(400)]
+    again = [json.dumps(row["messages"], ensure_ascii=False, separators=(",", ":")) for row in rows]
+    path = own_file(tmp_path, [*map(json.dumps, rows), "", *again])
+    train, test = (make_task(f"json:{path}", split) for split in ("train", "test"))
+    trained, tested = Counter(questions(train)), Counter(questions(test))
+    assert not set(trained) & set(tested) and len(trained) + len(tested) == 400 and 5 < len(tested) < 45
+    assert {*trained.values(), *tested.values()} == {2}
+    assert train[0].keys() == {"messages"} and train.eval_type is None
+    assert list(make_task(f"json:{path}:all", "test")) == 2 * rows
 
 
 GOOD = json.dumps(single_turn("a", "b"))
-
-
-@pytest.mark.parametrize("line, problem", [
-    ('{"messages": [', "not JSON"), ("17", "messages.*; there is: int"), ("[]", "no messages"),
-    ('[{"role": "user", "content": "x"}]', "last message"), ('[{"role": "assistant", "content": "x"}]', "take turns"),
-    (json.dumps(single_turn("a", "")), "message 2 is an empty answer"),
-])
-def test_a_bad_line_is_named_by_file_and_line(tmp_path, line: str, problem: str):
-    path = own_file(tmp_path, [GOOD, "", GOOD, line, "worse"])
-    with pytest.raises(UserError, match=problem) as caught:
-        make_task(f"json:{path}", "train")
-    assert str(caught.value).startswith(f"{path}, line 4: ") and "\n" not in str(caught.value)
 
 
 # Rows as the documentation of these tools shows them -> the turns, by first letter of the role; (…) is not learned.
@@ -601,32 +544,36 @@ def test_conversations_in_the_forms_of_other_tools(tmp_path, capsys):
     rows = [json.loads(row) for row in FORMS]
     lines = own_file(tmp_path, map(json.dumps, rows))
     (tmp_path / "list.json").write_text(json.dumps(rows, indent=2))
-    with gzip.open(tmp_path / "list.json.gz", "wt") as file:
-        json.dump(rows, file)
+    (tmp_path / "list.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
     for path in (lines, tmp_path / "list.json", tmp_path / "list.json.gz"):
         for split in ("train", "test"):
-            task = make_task(f"json:{path}:all", split)
-            assert [in_short(conversation) for conversation in task] == list(FORMS.values())
-            assert all(check_conversation(conversation) is None for conversation in task)
+            assert list(map(in_short, make_task(f"json:{path}:all", split))) == list(FORMS.values())
         assert capsys.readouterr().out == (f"{path}: not learned, with counts: answers of weight 0 (2), "
                                            "id (2), name (1), tools (1), reasoning_content (1)\n")
+
+
+USER = {"role": "user", "content": "x"}
 
 
 @pytest.mark.parametrize("row, problem", [
     ({"text": "<s>[INST] Hi [/INST] Hello</s>", "id": 3, "n": None}, "no messages; expected .*; there is: text, id$"),
     ({"prompt": "x", "chosen": "y", "rejected": "z"}, "there is: prompt, chosen, rejected$"),
     ({"messages": []}, "there is: messages$"), (["x"], "message 1 has role None; expected one of system, user"),
-    ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}],
+    ([USER, {"role": "assistant", "content": "y", "weight": 0.5}],
      r"message 2 has weight 0.5; expected 0 \(read, not learned\) or 1"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "message 1: only .*than texts"),
-    ([{"role": "user", "content": "x"}, {"role": "assistant", "content": None}], "message 2: its content is neither"),
-    ([{"role": "user", "content": "x"}, {"role": "tool", "content": "1"}], "message 2 has role 'tool'"),
-    ([{"role": "user", "content": "x"}, {"role": "user", "content": "y"}], "must take turns, .*: user user"),
+    ([USER, {"role": "assistant", "content": None}], "message 2: its content is neither"),
+    ([USER, {"role": "tool", "content": "1"}], "message 2 has role 'tool'"),
+    ([USER, {"role": "user", "content": "y"}], "must take turns, .*: user user"),
     ({"conversations": [{"from": "human", "value": "x"}, {"from": "bing", "value": "y"}]}, "message 2 has role 'bing'"),
     ({"conversations": [{"from": "gpt", "value": "x"}]}, "must take turns, the user first"),
+    ('{"messages": [', "not JSON"), (17, "messages.*; there is: int"), ([], "no messages"),
+    (single_turn("a", "b")["messages"][:1], "last message"), (single_turn("a", ""), "message 2 is an empty answer"),
 ])
-def test_what_is_no_conversation_is_named_with_what_is_there(tmp_path, row, problem: str):
-    for lines, place in (([GOOD, json.dumps(row)], "line 2"), ([f"[{GOOD}, {json.dumps(row)}]"], "entry 2")):
+def test_what_is_no_conversation_is_named_with_its_place_and_what_is_there(tmp_path, row, problem: str):
+    line = row if isinstance(row, str) else json.dumps(row)
+    entry = "line 1" if problem == "not JSON" else "entry 2"
+    for lines, place in (([GOOD, "", GOOD, line, "worse"], "line 4"), ([f"[{GOOD}, {line}]"], entry)):
         path = own_file(tmp_path, lines)
         with pytest.raises(UserError, match=problem) as caught:
             make_task(f"json:{path}:all", "train")
@@ -636,19 +583,18 @@ def test_what_is_no_conversation_is_named_with_what_is_there(tmp_path, row, prob
 def test_a_file_that_is_not_utf8_is_read_with_the_encoding_that_is_named(tmp_path, capsys):
     """Without one the error says which it may be, and how to name it; damage in UTF-8 is said."""
     path = tmp_path / "own.jsonl"
-    answers = [f"Die Bäckerei öffnet früh um {i} Uhr; süße Brötchen gibt es für {i} Mäuse." for i in range(40)]
-    for encoding, told in (("latin-1", "cp1250|cp1252|latin_1|iso8859_1"), ("utf-16", "utf_16")):
-        lines = [json.dumps(single_turn(f"Wann {i}?", answer), ensure_ascii=False) for i, answer in enumerate(answers)]
-        path.write_bytes("\n".join(lines).encode(encoding))
-        with pytest.raises(UserError, match=rf"not utf-8: .*; perhaps json:{path}:encoding=({told}), which begins"):
+    rows = [single_turn("Wann?", f"Die Bäckerei öffnet um {i}; süße Brötchen kosten {i} Mäuse.") for i in range(40)]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    for encoding, guess in (("latin-1", "cp1250|cp1252|latin_1|iso8859_1"), ("utf-16", "utf_16")):
+        path.write_bytes(text.encode(encoding))
+        with pytest.raises(UserError, match=rf"not utf-8: .*; perhaps json:{path}:encoding=({guess}), which begins"):
             make_task(f"json:{path}", "train")
-        with pytest.raises(UserError, match="unknown encoding: latein"):
-            make_task(f"json:{path}:encoding=latein", "train")
-        for spec in (f"json:{path}:all:encoding={encoding}", f"json:{path}:encoding={encoding}:all"):
-            assert [reference(conversation) for conversation in make_task(spec, "train")[:3]] == answers[:3]
-    umlauts = [json.dumps(single_turn("Wann?", answer), ensure_ascii=False).encode() for answer in answers]
-    path.write_bytes(b"\n".join([*umlauts, GOOD.replace("b", "\xe9").encode("latin-1")]))
-    assert len(make_task(f"json:{path}:all", "train")) == len(answers) + 1
+        for argument in (f"all:encoding={encoding}", f"encoding={encoding}:all"):
+            assert list(make_task(f"json:{path}:{argument}", "train")) == rows
+    with pytest.raises(UserError, match="unknown encoding: latein"):
+        make_task(f"json:{path}:encoding=latein", "train")
+    path.write_bytes(text.encode() + b"\n" + GOOD.replace("b", "\xe9").encode("latin-1"))
+    assert len(make_task(f"json:{path}:all", "train")) == len(rows) + 1
     assert f"1 files are damaged UTF-8, whose unreadable characters became U+FFFD: {path}" in capsys.readouterr().out
 
 
@@ -663,44 +609,38 @@ def test_own_conversations_that_cannot_be_read_are_one_line(tmp_path, name, reas
 
 def test_conversations_that_are_trained_on_are_not_called_held_out(tmp_path):
     path = own_file(tmp_path, [json.dumps(single_turn(f"Frage {i}", f"{i}")) for i in range(100)])
-    for specs, said in ((f"json:{path}, arithmetic", "held out"),
-                        (f"json:{path}:all[:9]*2", "validation, on the same conversations as in training"),
-                        (f"arithmetic, json:{path}:all", rf"validation, held out except json:{path}, the same")):
-        assert re.match(said, describe_validation(make_mixture(without_parts(specs), "test", seed=0)))
+    for specs, described in ((f"json:{path}, arithmetic", "held out"),
+                             (f"json:{path}:all[:9]*2", "validation, on the same conversations as in training"),
+                             (f"arithmetic, json:{path}:all", f"validation, held out except json:{path}, the same")):
+        assert describe_validation(make_mixture(without_parts(specs), "test", seed=0)).startswith(described)
 
 
 # ---- Specs, and data that is not there ------------------------------------------------------------------------------
 
 def test_a_task_after_another_is_asked_and_judged_as_it_is_alone():
     """One turn of the other task, without its system message, which may only stand first; then its own conversation."""
-    alone, after = make_task("tinyworld", "test"), make_task("after:arithmetic+tinyworld[:400]", "test")
+    after = make_task("after:arithmetic+tinyworld[:400]", "test")
     assert len(after) == 400 and after.name == "TinyWorld after Arithmetic" and len(after[:3]) == 3
     systems = 0
-    for index, conversation in enumerate(after):
-        check_conversation(conversation)
-        first, reply, *rest = conversation["messages"]
-        own = alone[index]["messages"]
-        systems += own[0]["role"] == "system"
-        assert rest == own[own[0]["role"] == "system":]
-        assert [first, reply] == make_task("arithmetic", "test")[index]["messages"][-2:]
-        assert after.evaluate(conversation, reference(conversation))
-        assert not after.evaluate(conversation, reference({"messages": [first, reply]}))
+    for conversation, own, earlier in zip(after, make_task("tinyworld", "test"), make_task("arithmetic", "test")):
+        has_system = own["messages"][0]["role"] == "system"
+        systems += has_system
+        assert conversation["messages"] == earlier["messages"] + own["messages"][has_system:]
+        assert after.evaluate(conversation, reference(own)) and not after.evaluate(conversation, reference(earlier))
     assert systems > 5
     with pytest.raises(UserError, match="task '' is not NAME"):
         make_task("after:lookup", "train")
 
 
 def test_specs_say_which_task_which_part_and_how_often(tmp_path):
-    assert len(make_task("arithmetic:hard[:30]", "train")) == 30
-    assert questions(make_task("spellingbee[10:12]", "test")) == questions(make_task("spellingbee", "test"))[10:12]
-    assert len(make_task("arithmetic[100:]", "test")) == len(make_task("arithmetic", "test")) - 100
+    assert questions(make_task("spellingbee[10:12]", "test")) == questions(make_task("spellingbee", "test")[10:12])
+    assert len(make_task("arithmetic[100:]", "test")) == 1900
     path = own_file(tmp_path, [json.dumps(single_turn(f"own {i}", "x")) for i in range(10)])
     mixture = make_mixture(f"arithmetic:easy[:30],spellingbee[:20]*2 , json:{path}:all*3, json:{path}:all[:1]", "train",
                            seed=1)
-    assert len(mixture) == 30 + 40 + 30 + 1
     counts = Counter(questions(mixture))
     assert counts["own 0"] == 4 and counts["own 1"] == 3
-    assert sum(count == 2 for count in counts.values()) == 20
+    assert Counter(counts.values()) == {1: 30, 2: 20, 3: 9, 4: 1}
 
 
 @pytest.mark.parametrize("spec, problem", [
@@ -730,9 +670,8 @@ def test_without_a_network_it_says_so_in_one_line():
 
 def test_example_questions_are_of_tasks_that_are_made_here_only():
     """Neither downloads nor a user's own conversations and libraries; what is not known here is left out."""
-    for specs in ("", "gsm8k, json:/nobody/reads/this.jsonl", "tinyworld:of-another-version"):
-        assert example_questions(specs) == []
-    questions = example_questions("json:/nobody.jsonl, lookup:/nowhere, spellingbee[:600]*2, arithmetic:hard", count=6)
-    held_out = [one["messages"][0]["content"] for spec in ("spellingbee", "arithmetic:hard")
-                for one in make_task(spec, "test")]
-    assert len(set(questions)) == 6 and set(questions) <= set(held_out) and max(map(len, questions)) <= 80
+    assert example_questions("") == []
+    examples = example_questions("gsm8k, tinyworld:of-another-version, json:/nobody.jsonl, lookup:/nowhere, "
+                                 "spellingbee[:600]*2, arithmetic:hard", count=6)
+    held_out = questions(make_task("spellingbee", "test")) + questions(make_task("arithmetic:hard", "test"))
+    assert len(set(examples)) == 6 and set(examples) <= set(held_out) and max(map(len, examples)) <= 80

@@ -31,6 +31,7 @@ class Mixture(Task):
 
     def conversation(self, index: int) -> Conversation:
         position = int(self.order[index])
+        # The task whose conversations begin at or before this position.
         number = bisect.bisect_right(self.starts, position) - 1
         return self.tasks[number][position - self.starts[number]]
 

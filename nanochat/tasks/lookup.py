@@ -8,12 +8,12 @@ Looking things up in a library (nanochat/inference/retrieval.py): needs no downl
     lookup:true, search:true         train: the others, with nothing made up, for reinforcement learning
     lookup:unknown, search:unknown   the library has nothing: "I do not know. I found nothing about …"
     lookup:talk                      small talk: one sentence says what the model can do
-    lookup:NAME, search:NAME         passages of any library, asked about in English: one in ten is for the test split
+    lookup:NAME, search:NAME         passages of any library, questions in English: one in ten is for the test split
 
-The name, or the question without its asking words, is copied into the call. The result is copied into
-the answer: all of it, or its first sentence if a short answer was asked for. Most results in training are about
-something else, or made up, so that only copying helps. A call's text begins with a blank where it does in the question:
-then copying means the same tokens. (After 230 steps 80% of held-out objects were right, without blanks 72%.)
+The call copies the name, or the question without its asking words. The answer copies the result: all of it, or its
+first sentence if the question wants a short answer. Most results in training are about something else, or made up, so
+that only copying helps. A call's text begins with a blank where the question has one, so that it has the same tokens.
+(After 230 steps 80% of held-out objects were right, without blanks 72%.)
 
 Held-out objects are those of the task pydoc. Made-up names are divided like them, ways to ask by their own text.
 """
@@ -37,7 +37,8 @@ from nanochat.tasks.world_questions import GREETINGS
 
 SIZES = {"train": 30_000, "test": 200}  # conversations, where their number does not follow from the passages
 LONGEST_PASSAGE = 200                   # characters: the tools cut a longer one, and then the judge has no answer
-SENTENCE = re.compile(r".+?(?:(?<!\.\w)[.!?](?=\s|$)|。)|.+")  # does not end with "i.e."
+# A sentence does not end with "i.e.".
+SENTENCE = re.compile(r".+?(?:(?<!\.\w)[.!?](?=\s|$)|。)|.+")
 TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
 # lookup.toml says what each of these texts is for.
@@ -93,7 +94,8 @@ class Lookup(Task):
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """To the letter: the passage, or its first sentences; the sentence for small talk; a refusal, nothing else."""
         said = " ".join(answer.split())
-        if self.found:  # a refusal may misspell the unknown name
+        # A refusal may misspell the unknown name.
+        if self.found:
             return bool(re.fullmatch(REFUSAL.format(" .{,99}"), said))
         return said in conversation["right"]
 
@@ -205,8 +207,9 @@ def what_is_asked(text: str) -> tuple[str, str]:
     """
     verb, _, rest = text.partition(" ")
     verb = verb.lower()
+    # The third person: "returns".
     if verb not in VERBS:
-        verb = verb[:-1]  # "returns"
+        verb = verb[:-1]
     if verb not in VERBS:
         verb = ""
         rest = max(NO_NOUN.split(text), key=len)
@@ -264,6 +267,7 @@ def draw_text(rng: StableRandom) -> str:
 
 def draw_word(rng: StableRandom, kind: str) -> str:
     """A word of a kind, as listed in lookup.toml."""
+    # Random characters are words that no tokenizer has as one token.
     if kind in "rR":
         word = "".join(rng.choice(CHARACTERS) for _ in range(2 + rng.below(5)))
     else:

@@ -51,7 +51,8 @@ class Pydoc(Task):
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """The same words in the same order: those of the sentence, or of more of its paragraph, as a library has it."""
         said = words_of(answer)
-        paragraph = words_of(conversation["paragraph"])  # the sentence is its beginning
+        # The paragraph begins with the sentence.
+        paragraph = words_of(conversation["paragraph"])
         return len(said) >= len(words_of(reference(conversation))) and said == paragraph[: len(said)]
 
 

@@ -13,7 +13,6 @@ import ast
 import io
 import json
 from functools import cache, partial
-from typing import Any
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
@@ -86,7 +85,7 @@ def run_program(source: str) -> tuple[str, list[tuple[str, str]]]:
     calls = []
     printed = io.StringIO()
 
-    def record(sign: str, left: Any, right: Any) -> Any:
+    def record(sign: str, left, right):
         value = eval(f"left {sign} right")
         if type(left) is type(right) is int:
             calls.append((f"{left} {sign} {right}", f"{value}"))

@@ -31,7 +31,8 @@ from nanochat.data.tokenizer import Tokenizer, get_tokenizer
 from nanochat.tasks.common import last_number, read_texts, single_turn, split_of, stable_hash
 from nanochat.tasks.python_questions import documentation_words
 
-SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
+# Words; each occurs in every kind of question.
+SIZES = {"train": 20_000, "test": 2_000}
 KINDS = ("spell", "tool", "hand")
 # nanochat's proportions: 200,000 spellings, 80,000 countings.
 WORDS_KINDS = ("spell",) * 5 + ("tool", "hand")
@@ -104,10 +105,9 @@ def real_words(data: str, split: str) -> SpellingBee:
     """The task words:DATA. UserError without a tokenizer."""
     tokenizer = get_tokenizer(data)
     tokens = token_words(tokenizer) - set(words("test"))
-    found = set(tokens) if split == "train" else set()
-    for word in documentation_words() - tokens:
-        if side_of(word) == split and len(tokenizer.encode(f" {word}")) > 1:
-            found.add(word)
+    others = {word for word in documentation_words() - tokens
+              if side_of(word) == split and len(tokenizer.encode(f" {word}")) > 1}
+    found = others | tokens if split == "train" else others
     return SpellingBee("SpellingBee (real words)", sorted(found, key=stable_hash), WORDS_KINDS)
 
 

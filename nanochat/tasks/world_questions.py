@@ -22,7 +22,7 @@ from nanochat.data.task import Task, reference
 from nanochat.tasks.common import paragraphs, read_texts, shuffled, single_turn, split_of, stable_hash
 
 HELD_OUT = 2            # phrasings of each fact
-TWO_TURNS = {"train": 3_000, "test": 300}  # conversations of tinyworld, and of tinyworld:facts
+TWO_TURNS = {"train": 3_000, "test": 300}  # conversations with a second question
 GREETINGS = ("", "Hello! ", "Hi! ", "Hey! ", "Good morning! ", "Hello, nanochat. ")
 ENDINGS = ("", " Please answer.", " I am curious.")
 SYSTEM = ("You are nanochat, a small language model.", "You are a helpful assistant.", "Answer in one short sentence.")
