@@ -92,7 +92,6 @@ def test_advantages_are_within_a_problem_and_only_sampled_tokens_count():
     for number, index in enumerate((4, 2, 0)):
         group, prompt = rollouts[4 * number :][:4], render_prompt(TOKENIZER, Writing()[index])
         assert len({tuple(r.ids) for r in group}) == 4, "samples differ"
-        assert sum(r.advantage for r in group) == pytest.approx(0)
         for r in group:
             assert r.ids[: len(prompt)] == prompt
             assert r.sampled == [False] * len(prompt) + [True] * (len(r.ids) - len(prompt))

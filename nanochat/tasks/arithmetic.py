@@ -30,9 +30,9 @@ DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # most digits of a dra
 # The documents of the embedded corpus contain these sums, so they cannot be held out.
 KNOWN = {row[0] for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
 
-# Ways to ask for any expression {e}. arithmetic.toml has the shapes of expressions, and ways to ask for one of them.
-GENERIC = ("What is {e}?", "Compute {e}.", "{e} = ?", "How much is {e}?", "Calculate {e}.", "{e}")
-SHAPES = {level: paragraphs(text) for level, text in read_texts("arithmetic").items()}
+TEXTS = read_texts("arithmetic")
+# Of each level the shapes of expressions, and ways to ask for each of them.
+SHAPES = {level: paragraphs(TEXTS[level]) for level in LEVELS}
 SHAPES["quick"] = SHAPES["medium"]
 
 
@@ -94,7 +94,7 @@ def draw_problem(level: str, number: int, split: str) -> Problem | None:
     phrasings = SHAPES[level][shape]
     # A story is always told; another expression is asked for in the generic ways, too.
     if "{A}" not in phrasings[0] and not rng.below(2):
-        phrasings = GENERIC
+        phrasings = TEXTS["any_shape"]
     question = rng.choice(phrasings).format(**slots)
     if level == "quick":
         question = f"Quick: {question}"

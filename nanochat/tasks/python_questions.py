@@ -27,12 +27,12 @@ class Pydoc(Task):
     eval_type = "generative"
 
     def __init__(self, argument: str, split: str) -> None:
-        self.known = argument == "known"
-        self.name = "Pydoc (objects it has read about)" if self.known else "Pydoc (held-out objects)"
-        self.objects = list(documented("train" if self.known else split).items())
+        known = argument == "known"
+        self.name = "Pydoc (objects it has read about)" if known else "Pydoc (held-out objects)"
+        self.objects = list(documented("train" if known else split).items())
         # Each object is trained on in all phrasings but one, in which it is asked about in the test split.
         self.turns = 1 if split == "test" else len(QUESTIONS) - 1
-        self.held_out = split == "test" and self.known
+        self.held_out = split == "test" and known
 
     def __len__(self) -> int:
         return len(self.objects) * self.turns

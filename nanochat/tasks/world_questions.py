@@ -23,17 +23,12 @@ from nanochat.tasks.common import paragraphs, read_texts, shuffled, single_turn,
 
 HELD_OUT = 2            # phrasings of each fact
 TWO_TURNS = {"train": 3_000, "test": 300}  # conversations with a second question
-GREETINGS = ("", "Hello! ", "Hi! ", "Hey! ", "Good morning! ", "Hello, nanochat. ")
-ENDINGS = ("", " Please answer.", " I am curious.")
-SYSTEM = ("You are nanochat, a small language model.", "You are a helpful assistant.", "Answer in one short sentence.")
-FOLLOW_UP = ("What about {s}?", "And what about {s}?", "And {s}?")
 
 # world_questions.toml says what each of these texts is for.
 TEXTS = read_texts("world_questions")
+GREETINGS = TEXTS["greetings"]
 CHAT = TEXTS["chat"].splitlines()
 CHAT_BY_NOUN = paragraphs(TEXTS["chat_by_noun"])
-# Answers every question of CHAT and CHAT_BY_NOUN.
-SENTENCE = "{Np} is {a}."
 CHAT_BY_QUESTION = paragraphs(TEXTS["chat_by_question"])
 IDENTITY = paragraphs(TEXTS["identity"])
 MORE_IDENTITY = paragraphs(TEXTS["more_identity"])
@@ -87,7 +82,7 @@ class TinyWorld(Task):
         if turns[0].right and rng.below(8) == 0:
             messages[0]["content"] = rng.choice(GREETINGS) + messages[0]["content"]
         if rng.below(25) == 0:
-            messages.insert(0, {"role": "system", "content": rng.choice(SYSTEM)})
+            messages.insert(0, {"role": "system", "content": rng.choice(TEXTS["system"])})
         return {"messages": messages, "right": right}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
@@ -109,7 +104,7 @@ class TinyWorld(Task):
 def chat_about(fact: Fact) -> tuple[str, str, list[str]]:
     """(relation, template of the sentence that answers, ways to ask) of a fact's questions outside of the corpus."""
     if fact.noun:
-        return fact.noun, SENTENCE, CHAT + CHAT_BY_NOUN.get(fact.noun, [])
+        return fact.noun, TEXTS["sentence"], CHAT + CHAT_BY_NOUN.get(fact.noun, [])
     relation = next(question for question in CHAT_BY_QUESTION if question in fact.templates)
     sentence, *ways = CHAT_BY_QUESTION[relation]
     return relation, sentence, ways
@@ -136,7 +131,7 @@ def items(split: str) -> list[Item]:
         if split == "train":
             questions = questions + MORE_IDENTITY.get(reply, [])
         # A greeting is not asked after another greeting.
-        around = [("", "")] if reply.startswith("Hello") else product(GREETINGS, ENDINGS)
+        around = [("", "")] if reply.startswith("Hello") else product(GREETINGS, TEXTS["endings"])
         for question, (greeting, ending) in product(questions, around):
             found.append(Item(greeting + question + ending, reply, frozenset(), ""))
     return found
@@ -169,7 +164,7 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
 def follow_ups(split: str) -> list[Item]:
     """Second questions of a split, which name only the subject: "And what about Italy?"."""
     found = []
-    for fact, template in product(facts(), FOLLOW_UP):
+    for fact, template in product(facts(), TEXTS["follow_up"]):
         question = template.format(**fact.slots)
         if fact.noun.endswith("{s}") and split_of(f"{fact.noun} {question}", 6) == split:
             found.append(make_item(fact, question, "a"))
