@@ -1,70 +1,81 @@
 #!/usr/bin/env bash
-# From an empty machine to a model you can talk to, evaluated at every stage, and its report. These are the commands for
-# eight H100, in order; runs/cpu.sh has those for a machine without a GPU.
+# From an empty machine to a model you can talk to, evaluated at every stage, and its report: the commands for eight
+# H100s, four hours. Other GPUs change six variables; without a GPU runs/cpu.sh follows, a quarter of an hour.
 #
-#     bash speedrun.sh                # for this machine: 8 GPUs, fewer, or a CPU
-#     bash speedrun.sh --chat         # and open the chat page at the end
-#     bash speedrun.sh --chat --folder=~/notes    # there the assistant looks things up in your own files
-#     bash speedrun.sh --full         # the larger model also on a CPU that takes more than half an hour for it
-#     bash speedrun.sh --rehearse     # each stage with a tiny model (runs/rehearsal.sh), on GPUs after three real steps
-#     bash speedrun.sh --plan=8,H100,80    # only says what it would run on 8 H100 of 80 GB, in how many hours, at what
-#                                          # cost; PRICE=3 before it: dollars per GPU and hour
-#
-# After anything went wrong run it again: `once` skips a command that ended well and whose files are whole, and training
-# goes on from its newest checkpoint.
+#     bash speedrun.sh                # after anything went wrong again: no finished step is repeated, training goes on
+#     bash speedrun.sh --chat --folder=~/notes    # opens the chat page at the end; it looks things up in your files
+#     bash speedrun.sh --full         # the whole recipe also on a CPU that takes more than half an hour for it
+#     bash speedrun.sh --rehearse     # every stage in small, on GPUs after three steps of the real model
+#     PRICE=2.5 bash speedrun.sh --plan=8,H100,80    # only shows the commands for 8 H100 of 80 GB, hours and dollars
 set -euo pipefail
-. "$(dirname "$0")/runs/prepare.sh" "$@"  # reads the options above, installs what is missing, and asks the doctor
-[ "$RANKS" -gt 0 ] || { . "runs/${rehearse:-cpu}.sh"; exit; }
+chat="" folder="" full=False rehearsal="" plan="" show=""
+for argument in "$@"; do
+    case $argument in
+        --chat) chat=yes ;; --full) full=True ;; --rehearse) rehearsal=rehearsal ;;
+        -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
+        --folder=?*) folder=${argument#*=} folder=${folder/#\~/$HOME}; [[ $folder == /* ]] || folder=$PWD/$folder
+            [ -e "$folder" ] || { echo "error: no folder $folder: expected .txt, .md, … files" >&2; exit 2; } ;;
+        --plan | --plan= | --plan=[!1-9]* | --plan=*[,x][Aa]100)  # A100s have 40 or 80 GB
+            echo "error: $argument: expected --plan=8,H100,80: how many GPUs, which, and of how many GB" >&2; exit 2 ;;
+        --plan=*) plan=${argument#*=} show=--show ;;
+        *) echo "error: $argument is unknown; bash speedrun.sh --help lists what is known" >&2; exit 2 ;;
+    esac
+done
+cd "$(dirname "$0")"
+. ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
+export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
+[ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
+once() { python -m scripts.once $show "$@"; }  # runs a step unless it is done; a plan only shows it
+[ -n "$plan" ] || python -m scripts.doctor     # what this machine has; ends here where nothing can be trained
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+[ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/${rehearsal:-cpu}.sh; exit; }
 
-# On eight H100 the doctor has chosen RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125.
+# ---- Eight H100s: RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125. The recipe is in docs/gpus.md
+python -m scripts.doctor --choose="$NANOCHAT_BASE_DIR/once/gpus" --plan="$plan" --price="${PRICE:-2.5}"
+. "$NANOCHAT_BASE_DIR/once/gpus"
+tag=speedrun-d$DEPTH made=report/sections/climbmix/speedrun-d$DEPTH
 run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 --shutdown-timeout=300 -m"
-tag=speedrun-d$DEPTH
 keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE"
-base="--depth=$DEPTH --device_batch_size=$ROWS --save_every=1000 $keep"
-
-[ -n "$plan" ] || . runs/three_steps.sh  # of these shapes, before anything is downloaded
-[ -z "$rehearse" ] || { . runs/rehearsal.sh; exit; }
-
-stage "data"
-python -m scripts.dataset --source=climbmix --num_shards=$SHARDS
-
-stage "library: what the assistant looks up"
-python -m scripts.library --source=python
-[ -z "$folder" ] || python -m scripts.library --source="$folder" --name=folder
-
-stage "tokenizer"
-once tokenizer --needs data/climbmix/manifest.json --makes tokenizer/climbmix -- \
+model="--depth=$DEPTH --device_batch_size=$ROWS --save_every=1000 $keep"
+if [ -z "$plan" ]; then  # before anything is downloaded, three such steps on Python's library: do they fit, and save?
+    NANOCHAT_BASE_DIR+=/rehearsal
+    once data-python -- python -m scripts.dataset --source=python
+    once tokenizer-python --needs data/python/manifest.json --makes tokenizer/python -- \
+        python -m scripts.tok_train --data=python --vocab_size=32768
+    once steps-$tag --needs tokenizer/python --makes report/sections/python/$tag/base_train.json -- \
+        ${run/restarts=3/restarts=0} scripts.base_train --data=python --model_tag=$tag --overwrite $model \
+        --total_batch_size=$((2 * ROWS * 2048 * RANKS)) --num_iterations=3  # twice the rows: gradients are summed, too
+    rm -rf "$NANOCHAT_BASE_DIR/base_checkpoints/$tag"
+    [ -z "$rehearsal" ] || { . runs/rehearsal.sh; exit; }
+    NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR%/rehearsal}
+fi
+# ---- The base model: text, what the assistant will look up, tokens, training, evaluation
+once data-climbmix -- python -m scripts.dataset --source=climbmix --num_shards=$SHARDS
+once library -- python -m scripts.library --source=python
+[ -z "$folder" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
+once tokenizer-climbmix --needs data/climbmix/manifest.json --makes tokenizer/climbmix -- \
     python -m scripts.tok_train --data=climbmix --vocab_size=32768
-
-stage "base model"
 once base-$tag --needs data/climbmix/manifest.json tokenizer/climbmix --makes base_checkpoints/$tag -- \
-    $run scripts.base_train --data=climbmix --model_tag=$tag --resume=auto $base
-once base_eval-$tag --needs base_checkpoints/$tag eval_bundle --makes report/sections/climbmix/$tag/base_eval.json -- \
+    $run scripts.base_train --data=climbmix --model_tag=$tag --resume=auto $model
+once base_eval-$tag --needs base_checkpoints/$tag eval_bundle --makes $made/base_eval.json -- \
     $run scripts.base_eval --model_tag=$tag --core_metric_max_per_task=-1
-
-# From here on it learns to converse. Each stage begins with the model of the one before.
-judge() {  # STAGE: its model on problems that are held out
-    stage "evaluation: $1"
-    once chat_eval-$1-$tag --needs $1_checkpoints/$tag --makes report/sections/climbmix/$tag/chat_eval_$1.json -- \
-        $run scripts.chat_eval --source=$1 --model_tag=$tag --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, \
-humaneval, words:climbmix[:256], spellingbee[:256], tinyworld:identity, lookup, search"
-}
-stage "mid-training: conversations, tools, multiple choice"
-once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag -- \
-    $run scripts.mid_train --model_tag=$tag --resume=auto --device_batch_size=$ROWS --total_batch_size=524288 $keep \
-    --save_every=200 --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 \
-    --tasks="smoltalk, mmlu*3, gsm8k*4, words:climbmix*3, spellingbee[:20000], tinyworld:identity, \
-after:lookup+tinyworld:identity[:1000], after:lookup+gsm8k[:2000], lookup, tokens:climbmix, \
-lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
-judge mid
-stage "fine-tuning: answers alone"
-once sft-$tag --needs mid_checkpoints/$tag --makes sft_checkpoints/$tag -- \
-    $run scripts.chat_sft --model_tag=$tag --resume=auto --device_batch_size=$FEW --init_lr_frac=0.02 $keep \
-    --save_every=200 --tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:climbmix[:600], \
-tinyworld:identity"
-judge sft
-stage "reinforcement learning: sums in words"
-once rl-$tag --needs sft_checkpoints/$tag --makes rl_checkpoints/$tag -- \
-    $run scripts.chat_rl --model_tag=$tag --resume=auto --device_batch_size=$FEW --task=gsm8k $keep --save_every=20
-judge rl
-finish  # the report; with --chat the page
+# ---- The assistant: each stage begins with the model of the stage before, and is judged by held-out problems
+judge=($run scripts.chat_eval --model_tag=$tag --max_problems=-1 --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k,
+    humaneval, words:climbmix[:256], spellingbee[:256], tinyworld:identity, lookup, search")
+once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/mid_train.json -- \
+    $run scripts.mid_train --model_tag=$tag --resume=auto --device_batch_size=$ROWS --total_batch_size=524288 \
+    --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 --save_every=200 $keep \
+    --tasks="smoltalk, mmlu*3, gsm8k*4, words:climbmix*3, spellingbee[:20000], tinyworld:identity,
+        after:lookup+tinyworld:identity[:1000], after:lookup+gsm8k[:2000], lookup, tokens:climbmix,
+        lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
+once chat_eval-mid-$tag --needs mid_checkpoints/$tag --makes $made/chat_eval_mid.json -- "${judge[@]}" --source=mid
+once sft-$tag --needs mid_checkpoints/$tag --makes sft_checkpoints/$tag $made/chat_sft.json -- $run scripts.chat_sft \
+    --model_tag=$tag --resume=auto --device_batch_size=$FEW --init_lr_frac=0.02 --save_every=200 $keep \
+    --tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:climbmix[:600], tinyworld:identity"
+once chat_eval-sft-$tag --needs sft_checkpoints/$tag --makes $made/chat_eval_sft.json -- "${judge[@]}" --source=sft
+once rl-$tag --needs sft_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat_rl.json -- $run scripts.chat_rl \
+    --model_tag=$tag --resume=auto --task=gsm8k --device_batch_size=$FEW --save_every=20 $keep
+once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- "${judge[@]}" --source=rl
+once report -- python -m scripts.report --model_tag=$tag
+page=(python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder})
+[ -n "$chat" ] && once page -- "${page[@]}" || echo "talk to it: . ./setup.sh && ${page[*]}"

@@ -29,7 +29,7 @@ max_rows = 64               # [1..] largest device_batch_size to recommend
 # ---- What to tell
 batch_only = False          # print the recommended device_batch_size and nothing else; 0 where none fits
 memory_gib = -1.0           # [-1, >0] GiB of a GPU that is not here: 12, 24, 80, 141
-choose = ""                 # file of the shell that gets what speedrun.sh sets for this machine: RANKS, DEPTH, …
+choose = ""                 # file for the variables of speedrun.sh: RANKS, DEPTH, …; a model that it has stays
 plan = ""                   # 8,H100,80: GPUs that --choose takes instead of those that are here
 price = 2.5                 # [0..] dollars per GPU and hour
 full = False                # --choose takes depth 4 on any CPU, however long that takes
@@ -53,6 +53,7 @@ from nanochat.plan.choice import (
     choose_for_gpus,
     describe_cost,
     parse_gpus,
+    pretraining,
 )
 from nanochat.plan.limits import memory_limits
 from nanochat.plan.memory import GIB, largest_rows
@@ -127,17 +128,21 @@ def refuse_small_disk(wanted: float, what: str) -> None:
                         "NANOCHAT_BASE_DIR to a folder of a larger disk")
 
 
-# ---- What speedrun.sh sets
+# ---- What speedrun.sh sets. A run that goes on, perhaps on another machine, must stay the same model.
 
-def choose_gpu_run() -> str:
+def choose_gpu_run(kept: dict[str, str]) -> str:
     """Prints what a run on these GPUs takes; returns the variables of its commands."""
     if here and importlib.util.find_spec("datasets") is None:
-        raise UserError("the tasks need the datasets package: pip install datasets")
+        raise UserError("the tasks need the datasets package: . ./setup.sh hub")
     rate = MFU * (datasheet_peak(gpu) if gpu else peak_flops(device, torch.bfloat16))
-    depth, rows, twice, run = choose_for_gpus(
-        ranks, rate, lambda depth, most, checkpointing: recommended_rows(depth, checkpointing, most))
-    if here:
-        refuse_small_disk(DISK[depth], f"depth {depth}")
+    if kept:
+        depth, rows, twice = int(kept["DEPTH"]), int(kept["ROWS"]), kept["RECOMPUTE"] == "True"
+        run = pretraining(model_settings(depth)[0], ranks, rows, rate)
+    else:
+        depth, rows, twice, run = choose_for_gpus(
+            ranks, rate, lambda depth, most, checkpointing: recommended_rows(depth, checkpointing, most))
+        if here:
+            refuse_small_disk(DISK[depth], f"depth {depth}")
     print(f"depth {depth}: {run.flops_per_token:.3g} FLOPs per token; {run.steps:,} steps of {run.total_batch_size:,} "
           f"tokens in {run.micro_steps} micro-step(s)")
     print(f"{ranks} x {gpu or 'GPU'} at {MFU:.0%} MFU: pretraining takes {run.hours:.2f} hours if all communication "
@@ -147,11 +152,13 @@ def choose_gpu_run() -> str:
     return (f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={twice} SHARDS={SHARDS[depth]}\n")
 
 
-def choose_cpu_run() -> str:
+def choose_cpu_run(kept: dict[str, str]) -> str:
     """
     Depth 4, or 2 where that takes more than half an hour. All stages take about as long as 3,600 steps, and three
     minutes more. What others compute meanwhile, such as an installation that ends soon, decides nothing.
     """
+    if kept and not full:
+        return f"RANKS=0 DEPTH={kept['DEPTH']}\n"
     for depth, words in ((4, "on this machine this will take"), (2, "a smaller model instead, in")):
         if full:
             break
@@ -169,8 +176,9 @@ def choose_cpu_run() -> str:
 
 
 if choose:
-    variables = choose_gpu_run() if gpus else choose_cpu_run()
-    write_text(Path(choose), variables)
+    file = Path(choose)
+    kept = dict(word.split("=") for word in file.read_text().split()) if file.exists() else {}
+    write_text(file, choose_gpu_run(kept) if gpus else choose_cpu_run(kept))
     raise SystemExit(0)
 
 # ---- One number

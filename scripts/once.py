@@ -1,18 +1,21 @@
 """
-Run a command once: not again when it has ended well, and its inputs and results are still as they were.
+One step of a recipe: run a command, but not again when it has ended well, and its inputs and results are unchanged.
 
     python -m scripts.once mid --needs base_checkpoints/d4 --makes mid_checkpoints/d4 -- \\
         python -m scripts.mid_train --model_tag=d4 --resume=auto
 
 Paths are relative to the base folder. The record of each name is once/<name>.json; it holds the command and SHA-256
-sums of inputs and results, so that a damaged or missing result is made again, and so is one of another input.
+sums of inputs and results, so that a damaged or missing result is made again, and so is one of another input. Without
+--makes the command is always run: it knows by itself what is left to do. --show prints the command instead.
 """
 import argparse
 import contextlib
 import hashlib
 import json
+import shlex
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,34 +44,42 @@ def digests(paths: list[str]) -> dict[str, str | None]:
 
 def run(command: list[str]) -> int:
     """
-    Run a command to its end; its exit code. It is for the command to act on signals, as it may have to save: Ctrl-C
+    Run a command to its end and return its exit code. The command acts on signals, because it may have to save: Ctrl-C
     reaches it anyway, SIGTERM is passed on. Nothing is locked here: a training run locks its own folder.
     """
     child = subprocess.Popen(command)
-    signal.signal(signal.SIGINT, lambda *_: None)  # a handler: to ignore it would be passed on to the command
+    # A handler that does nothing, because the command would inherit SIG_IGN.
+    signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    while child.returncode is None:  # in turns: a handler waits while one system call waits for the command
+    # In turns, because Python runs no handler while one system call waits for the command.
+    while child.returncode is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=1)
     return child.returncode
 
 
-def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
+def once(name: str, needs: list[str], makes: list[str], show: bool, command: list[str]) -> None:
     """Run the command unless its record says that this is done. UserError when a result is missing."""
+    if show:
+        print(f"\n=== {name}\n{' '.join(shlex.join(command).split())}")
+        return
+    print(f"\n=== {name}, {time.strftime('%H:%M:%S')}", flush=True)
     path = base_dir() / "once" / f"{name}.json"
     record: dict[str, Any] = {"command": command, "needs": digests(needs), "makes": digests(makes)}
-    if path.is_file() and json.loads(path.read_bytes()) == record:
+    if makes and path.is_file() and json.loads(path.read_bytes()) == record:
         print(f"done before: {', '.join(makes)}", flush=True)
         return
     code = run(command)
     if code:
-        raise SystemExit(code if code > 0 else 128 - code)  # it has said why; by a signal: as a shell would
+        # The command has said why. After a signal, the code is what a shell would give.
+        raise SystemExit(code if code > 0 else 128 - code)
     record["makes"] = digests(makes)
     for result in makes:
         if record["makes"][result] is None:
             raise UserError(f"{name} has ended without making {result} in {base_dir()}")
         newest = newest_step(base_dir() / result)
-        if newest and unfinished(newest):  # under torchrun a run that was stopped ends with 0
+        # Under torchrun a run that was stopped ends with 0.
+        if newest and unfinished(newest):
             raise UserError(f"{name} was stopped before its end; the same command goes on")
     for need in needs:
         if record["needs"][need] is None:  # the command has fetched it
@@ -82,5 +93,6 @@ if __name__ == "__main__":
     parser.add_argument("name", help="of the record")
     parser.add_argument("--needs", nargs="+", default=[], metavar="PATH", help="read by the command")
     parser.add_argument("--makes", nargs="+", default=[], metavar="PATH", help="left when it ends well")
+    parser.add_argument("--show", action="store_true", help="print the command and do nothing")
     parser.add_argument("command", nargs="+", help="after --")
     once(**vars(parser.parse_args()))

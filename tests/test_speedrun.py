@@ -1,4 +1,5 @@
 """The speedrun as a user has it: stopped, run again, with a damaged result; and what decides that a stage is done."""
+import contextlib
 import os
 import re
 import signal
@@ -6,13 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import REPO, run_module, warm_python
 from ranks import run_as_main
 from test_runs import problems
 
-from nanochat.plan.choice import choose_for_gpus
+from nanochat.plan.memory import GIB
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import SPEC, TASKS
 
@@ -26,7 +29,8 @@ def once(name: str, command: str, **paths: str) -> tuple[int, str, str]:
     """scripts.once with a command of the shell, run in the base folder; its exit code and what it printed."""
     options, script = [f"--{option}={path}" for option, path in paths.items()], f"cd $NANOCHAT_BASE_DIR && {command}"
     done = run_module("scripts.once", name, *options, "--", "sh", "-c", script)
-    return done.returncode, done.stdout, done.stderr
+    assert re.match(rf"\n=== {name}, \d\d:\d\d:\d\d\n", done.stdout)
+    return done.returncode, done.stdout.split("\n", 2)[2], done.stderr
 
 
 @pytest.fixture(autouse=True)
@@ -117,8 +121,7 @@ def test_once_lets_a_command_save(base_folder):
 
 def copy_scripts(folder: Path) -> None:
     (folder / "runs").mkdir(exist_ok=True)
-    runs = [f"runs/{name}.sh" for name in ("prepare", "three_steps", "cpu", "rehearsal")]
-    for name in ("speedrun.sh", "setup.sh", "pyproject.toml", *runs):
+    for name in ("speedrun.sh", "setup.sh", "pyproject.toml", "runs/cpu.sh", "runs/rehearsal.sh"):
         (folder / name).write_bytes((REPO / name).read_bytes())
 
 
@@ -135,96 +138,93 @@ def bash(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProce
     return subprocess.run(["bash", *arguments], **settings)
 
 
-def stand_in(folder: Path, chosen: str, gpus: int = 8, fails: str = "nothing") -> None:
+# ---- Which commands: with a stand-in for Python
+
+
+def stand_in(folder: Path, gpus: int, chosen: str, three_steps: str = ":") -> None:
     """
-    speedrun.sh in a folder whose Python counts that many GPUs, whose doctor chooses these variables, which fails at
-    commands with that text, and writes down all others in `calls`.
+    speedrun.sh in a folder with an environment that looks installed. Its Python counts that many GPUs, chooses these
+    variables, and writes down in `calls` all other commands.
     """
     copy_scripts(folder)
-    write_python(folder, f"""
-case "$*" in
+    write_python(folder, f"""case "$*" in
     *device_count*) echo {gpus} ;;
-    *--choose=*)
-        for word; do case $word in --choose=*) file=${{word#*=}} ;; esac; done
-        mkdir -p "${{file%/*}}" && echo "{chosen}" > "$file" ;;
-    *{fails}*) exit 7 ;;
+    *--choose=*) mkdir -p "$NANOCHAT_BASE_DIR/once"; echo "{chosen}" | tee "$NANOCHAT_BASE_DIR/once/gpus" > \\
+        "$NANOCHAT_BASE_DIR/once/cpu" ;;
     *) echo "$@" >> calls ;;
 esac
+case "$*" in *--num_iterations=3*) {three_steps} ;; esac
 """)
+    sums = subprocess.check_output(["cksum", "pyproject.toml"], cwd=folder, text=True).strip()
+    (folder / ".venv" / "installed").write_text(f"{sums} dev\n")
 
 
-def speedrun(folder: Path, *arguments: str) -> tuple[str, list[str]]:
-    """What a run with the stand-in prints, and the stages that it asks for."""
+def speedrun(folder: Path, *arguments: str, code: int = 0) -> list[str]:
+    """The commands of a run with the stand-in."""
     (folder / "calls").unlink(missing_ok=True)
     done = bash(folder, "speedrun.sh", *arguments, NANOCHAT_BASE_DIR=str(folder / "a base"))
-    assert done.returncode == 0, done.stderr
-    calls = (folder / "calls").read_text().splitlines()
-    return done.stdout, [line for line in calls if "pip" not in line and not line.startswith("-c")]
+    assert done.returncode == code, done.stderr
+    return (folder / "calls").read_text().splitlines()
 
 
-@pytest.mark.parametrize("gpus, ranks, depth, rows, recompute", [
-    (8, 8, 24, 16, False), (1, 1, 12, 4, False), (1, 1, 20, 2, True), (3, 2, 24, 16, False)])
-def test_what_is_run_on_gpus(tmp_path, gpus, ranks, depth, rows, recompute):
-    few = min(rows, 4)
-    stand_in(tmp_path, f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={few} RECOMPUTE={recompute} SHARDS=20", gpus)
-    _, (_, *calls) = speedrun(tmp_path)
-    stand_in(tmp_path, "RANKS=1 DEPTH=8", gpus)
-    _, (_, *again) = speedrun(tmp_path)  # as the first, whatever the doctor says by then
-    assert calls == again, "the same commands, so that what is finished is known"
-    stages = ("base_train", "mid_train", "chat_sft", "chat_rl")
-    trained = {script: line for line in calls for script in stages if f"scripts.{script} " in line}
-    for script, line in trained.items():
-        assert f"torchrun --standalone --nproc_per_node={ranks} " in line
-        assert f"--model_tag=speedrun-d{depth} --resume=auto" in line
-        assert f"--activation_checkpointing={recompute}" in line
-        assert f"--device_batch_size={rows if script in ('base_train', 'mid_train') else few} " in line
-    assert len(trained) == 4 and f"--depth={depth} " in trained["base_train"]
-    assert 524288 % (rows * 2048 * ranks) == 0, "what mid-training takes; pretraining's batch is chosen"
-    steps, before = rehearsed_steps(calls)
-    same = trained["base_train"].partition(" torchrun ")[2].replace("climbmix", "python")
-    shape = same.replace("restarts=3", "restarts=0").replace("--resume=auto", "--overwrite")
-    tokens = 2 * rows * 2048 * ranks
-    assert steps.partition(" torchrun ")[2] == f"{shape} --total_batch_size={tokens} --num_iterations=3"
-    assert "climbmix" not in "".join(before)
-    _, (_, *rehearsed) = speedrun(tmp_path, "--rehearse")
-    assert rehearsed_steps(rehearsed) == (steps, before), "the same, so that they are not done again"
-    stages = [line for line in rehearsed if "scripts.base_train" in line]
-    assert len(stages) == 2 and "--depth=2" in stages[1]
-    assert (f"torchrun --standalone --nproc_per_node={gpus} " in stages[1]) == (gpus > 1)
+EIGHT = "RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125"
+STAGES = ["base_train", "mid_train", "chat_sft", "chat_rl"]
 
 
-@pytest.mark.parametrize("ranks, rate, fit, chosen", [
-    (8, 4.7e14, lambda depth, most, twice: most, (24, 16, False)),          # enough of everything
-    (32, 4.7e14, lambda depth, most, twice: most, (24, 8, False)),          # 256 rows over all ranks
-    (1, 1e13, lambda depth, most, twice: 4, (12, 4, False)),                # slow: the smallest, however long it takes
-    (8, 4.7e14, lambda depth, most, twice: 2 * twice, (24, 2, True)),       # activations are computed twice
-    (8, 4.7e14, lambda depth, most, twice: depth < 17 and 8, (16, 8, False))])
-def test_the_largest_model_that_fits_and_is_done_in_a_day_is_chosen(ranks, rate, fit, chosen):
-    *choice, run = choose_for_gpus(ranks, rate, fit)
-    assert tuple(choice) == chosen and (run.hours <= 12 or chosen[0] == 12)
-    with pytest.raises(UserError, match="depth 12 does not fit into this GPU's memory"):
-        choose_for_gpus(ranks, rate, lambda *_: 0)
-
-
-def rehearsed_steps(calls: list[str]) -> tuple[str, list[str]]:
-    """The command of the three steps before the downloads, and all commands up to it."""
+def test_what_is_run_on_gpus(tmp_path):
+    """Three steps of the same shapes before anything is downloaded; then all stages. A rehearsal has the same steps."""
+    stand_in(tmp_path, 3, "RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=True SHARDS=75")
+    calls = speedrun(tmp_path, f"--folder={tmp_path}")
     (place,) = (i for i, line in enumerate(calls) if "--num_iterations=3" in line)
-    return calls[place], calls[: place + 1]
+    trained = {script: line for line in calls[place + 1 :] for script in STAGES if f"scripts.{script} " in line}
+    assert list(trained) == STAGES
+    for script, line in trained.items():
+        assert " -- torchrun --standalone --nproc_per_node=2 --max-restarts=3 " in line
+        assert "--model_tag=speedrun-d20 --resume=auto" in line and "--activation_checkpointing=True" in line
+        assert f"--device_batch_size={8 if script in ('base_train', 'mid_train') else 4} " in line
+    shape = trained["base_train"].partition(" torchrun ")[2].replace("climbmix", "python")
+    shape = shape.replace("restarts=3", "restarts=0").replace("--resume=auto", "--overwrite")
+    tokens = 2 * 8 * 2048 * 2
+    assert calls[place].partition(" torchrun ")[2] == f"{shape} --total_batch_size={tokens} --num_iterations=3"
+    assert "climbmix" not in "".join(calls[:place])
+    assert f"once folder -- python -m scripts.library --source={tmp_path} --name=folder" in "".join(calls)
+    rehearsed = speedrun(tmp_path, "--rehearse", "--chat")
+    assert rehearsed[: place + 1] == calls[: place + 1], "the same, so that they are not done again"
+    assert "--nproc_per_node=3 -m scripts.base_train" in "".join(rehearsed), "all GPUs"
+    assert rehearsed[-1].startswith("-m scripts.once page -- python -m scripts.chat_web --source=rl --model_tag=reh")
+
+
+def test_nothing_is_downloaded_where_three_steps_fail(tmp_path):
+    """As where they do not compile, or need more memory than was thought."""
+    stand_in(tmp_path, 8, EIGHT, three_steps="exit 7")
+    for argument in ([], ["--rehearse"]):
+        calls = "".join(speedrun(tmp_path, *argument, code=7))
+        assert "--source=python" in calls and "climbmix" not in calls and "tinyworld" not in calls
+
+
+def test_every_machine_has_the_same_steps_in_the_same_order():
+    """The files for GPUs, for a CPU and for a rehearsal; settings and tasks that exist."""
+    steps = {}
+    for name in ("speedrun.sh", "runs/cpu.sh", "runs/rehearsal.sh"):
+        text = (REPO / name).read_text()
+        commands = re.sub(r"(\s\\)?\n +", " ", text[text.index("once library") :])
+        steps[name] = re.findall(r"once (\S+?)(?:-\$tag|-climbmix|-tinyworld)? -", commands)
+        specs = ", ".join(re.findall(r'--tasks="([^"]+)"', text)).split(",")
+        assert len(specs) > 5 and all(SPEC.fullmatch(spec.strip())["name"] in TASKS for spec in specs)
+        assert problems(commands, REPO) == [] and max(map(len, text.splitlines())) <= 120
+    assert len(steps["speedrun.sh"]) > 10 and len(set(map(tuple, steps.values()))) == 1, steps
 
 
 @pytest.mark.parametrize("argument, code, words", [
-    ("--help", 0, "--plan=8,H100,80    # only says"), ("-h", 0, "--rehearse     # each stage"),
-    ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "no folder tests-of-none"),
-    ("--plan", 2, "error: --plan: expected --plan=8,H100,80"),
+    ("--help", 0, "--plan=8,H100,80    # only shows"), ("-h", 0, "--rehearse     # every stage"),
+    ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "/tests-of-none"),
+    ("--plan", 2, "error: --plan: expected --plan=8,H100,80"), ("--plan=8,A100", 2, "of how many GB"),
     ("--chatt", 2, "--chatt is unknown")])
 def test_an_argument_is_answered_before_anything_is_made(tmp_path, argument, code, words):
-    """A stand-in for Python would write down that it was called."""
-    stand_in(tmp_path, "")
+    stand_in(tmp_path, 0, "")
     done = bash(tmp_path, "speedrun.sh", argument)
     assert done.returncode == code and words in (done.stderr if code else done.stdout), done
-    assert not (tmp_path / "calls").exists()
-    if code == 0:
-        assert "set -euo" not in done.stdout and "#!/" not in done.stdout
+    assert not (tmp_path / "calls").exists() and "set -euo" not in done.stdout and "#!/" not in done.stdout
 
 
 @pytest.mark.parametrize("script", ["miniseries.sh", "scaling_laws.sh", "multi_node.sh"])
@@ -236,74 +236,105 @@ def test_scripts_of_series_print_their_help_and_refuse_what_they_would_ignore(sc
         assert refused.returncode == 2 and "--depth=3 is unknown" in refused.stderr
 
 
-def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for():
-    """Of six GPUs four compute and six are paid for, also in the stages after pretraining."""
+# ---- A plan, which is shown and not run
+
+
+def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_folder):
+    """
+    Eight H100: the commands in order, hours by hand, and nothing is run or left. Of six GPUs four compute and six are
+    paid for, also in the stages after pretraining.
+    """
     plans = [bash(REPO, "speedrun.sh", f"--plan={plan}", PRICE="3", **no_venv()).stdout
-             for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80")]
-    plain, *spelled, six = [plan.replace("h100", "H100") for plan in plans]
-    assert spelled == [plain] * 2 and "=== report" in plain
-    assert "3 to 4 hours and $73 to $97 for 8 GPUs at $3 " in plain and "of them stand idle" not in plain
+             for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80", "1,RTX 4090,24")]
+    shown, *spelled, six, one = [plan.replace("h100", "H100") for plan in plans]
+    assert spelled == [shown] * 2 and not any(base_folder.iterdir())
+    assert "3 to 4 hours and $73 to $97 for 8 GPUs at $3 " in shown and "stand idle" not in shown
     assert "6 to 8 hours and $109 to $145 for 6 GPUs at $3 " in six and "2 of them stand idle, so rent 4; " in six
-    assert "disk: 200 GiB; downloads: 11 GB of text" in six
-    unknown = bash(REPO, "speedrun.sh", "--plan=8,A100", **no_venv())
-    assert unknown.returncode == 1 and "error: plan=8,A100: expected 8,H100,80" in unknown.stderr
+    assert "disk: 200 GiB; downloads: 11 GB of text" in six and " --depth=16 --device_batch_size=8 " in one
 
-
-def test_nothing_is_downloaded_where_three_steps_fail(tmp_path):
-    """As where they do not compile, or need more memory than was thought."""
-    stand_in(tmp_path, "RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125", fails="--num_iterations=3")
-    for argument in ([], ["--rehearse"]):
-        done = bash(tmp_path, "speedrun.sh", *argument, NANOCHAT_BASE_DIR=str(tmp_path / "base"))
-        assert done.returncode == 7, done.stderr
-    calls = (tmp_path / "calls").read_text()
-    assert "--source=python" in calls and "climbmix" not in calls and "tinyworld" not in calls
-
-
-def test_a_plan_shows_the_commands_for_gpus_that_are_not_here(base_folder):
-    """Eight H100: the commands in order, with settings that exist; hours by hand; and nothing is run or left."""
-    shown = bash(REPO, "speedrun.sh", "--plan=8,H100,80", **no_venv())
-    assert shown.returncode == 0 and not any(base_folder.iterdir()), shown.stderr
-    assert problems(shown.stdout, REPO) == []
-    commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown.stdout, re.M)
+    assert problems(shown, REPO) == []
+    commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown, re.M)
     stages = "base_train base_eval mid_train chat_eval chat_sft chat_eval chat_rl chat_eval"
     assert commands == ["dataset", "library", "tok_train", *stages.split(), "report"]
-    specs = ", ".join(re.findall(r'"--tasks=([^"]+)"', shown.stdout)).split(", ")
-    assert len(specs) > 30 and all(SPEC.fullmatch(spec)["name"] in TASKS for spec in specs)
     computing, windows = 12 * 24 * 1536**2 + 32768 * 1536, 6 * 2048 + 18 * 512
     steps = round(8 * computing / 2**20)
     hours = (6 * computing + 12 * 1536 * windows) / (8 * 0.48 * 989e12) / 3600  # per token
-    assert f"{steps:,} steps of 1,048,576 tokens in 4 micro-step(s)" in shown.stdout
-    assert f"{hours * steps * 2**20:.2f} hours if all communication hides" in shown.stdout
+    assert f"{steps:,} steps of 1,048,576 tokens in 4 micro-step(s)" in shown
+    assert f"{hours * steps * 2**20:.2f} hours if all communication hides" in shown
+    assert " --depth=24 --device_batch_size=16 " in shown and " --num_shards=125\n" in shown
 
 
-def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path, base_folder, monkeypatch, capsys):
-    """A step of depth 4 takes so many milliseconds if nothing else runs, and as the machine is; of depth 2 a third."""
+# ---- How large a model
+
+
+@pytest.fixture
+def choose(tmp_path, monkeypatch, capsys):
+    """A call of scripts.doctor --choose on a machine that is described; the variables, and what it prints."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # `configure` sets another
-    times = {}
-    monkeypatch.setattr("nanochat.plan.step_trial.try_steps", lambda config, *_: times[config.n_layer])
 
-    def chosen(alone: float, busy: float, *arguments: str) -> tuple[str, str]:
-        times.update({4: [alone, busy], 2: [alone / 3, busy / 3]})
-        with pytest.raises(SystemExit):
-            run_as_main("scripts.doctor", [f"--choose={tmp_path / 'choice'}", "--device_type=cpu", *arguments])
-        return (tmp_path / "choice").read_text(), capsys.readouterr().out
+    def call(*arguments: str, gpus: int = 0, peak: float = 989e12, rows=lambda *_: 16, ms: float = 0, busy: float = 1,
+             free_gib: int = 200) -> tuple[str, str]:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+        monkeypatch.setattr("nanochat.runtime.devices.choose_device_type", lambda _: "cuda" if gpus else "cpu")
+        monkeypatch.setattr("nanochat.runtime.devices.compute_dtype", lambda *_: torch.bfloat16)
+        monkeypatch.setattr("nanochat.runtime.flops.peak_flops", lambda *_: peak)
+        monkeypatch.setattr("nanochat.plan.step_trial.rows_that_train", lambda most, config, *_, checkpointing, ranks:
+                            min(rows(config.n_layer, checkpointing), most))
+        times = {4: [ms, busy * ms], 2: [ms / 3, busy * ms / 3]}
+        monkeypatch.setattr("nanochat.plan.step_trial.try_steps", lambda config, *_: times[config.n_layer])
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free_gib * GIB))
+        file = tmp_path / ("gpus" if gpus else "cpu")
+        with contextlib.suppress(SystemExit):
+            run_as_main("scripts.doctor", [f"--choose={file}", *arguments])
+        return file.read_text().strip(), capsys.readouterr().out
 
-    assert chosen(400, 400) == ("RANKS=0 DEPTH=4\n", "on this machine this will take about 27 minutes\n")
-    variables, out = chosen(400, 2400)
-    assert variables == "RANKS=0 DEPTH=4\n"
-    assert "about 27 minutes once other processes have ended (beside them, as now, 147)\n" in out
-    variables, out = chosen(2500, 2500)
-    assert variables == "RANKS=0 DEPTH=2\n" and "about 153 minutes\n" in out
+    return call
+
+
+@pytest.mark.parametrize("machine, variables", [
+    (dict(gpus=8), EIGHT),                                              # enough of everything
+    (dict(gpus=1, peak=3e13, rows=lambda *_: 4),                        # slow: the smallest, however long it takes
+     "RANKS=1 DEPTH=12 ROWS=4 FEW=4 RECOMPUTE=False SHARDS=20"),
+    (dict(gpus=1, rows=lambda _, checkpointing: 2 * checkpointing),     # activations are computed twice
+     "RANKS=1 DEPTH=20 ROWS=2 FEW=2 RECOMPUTE=True SHARDS=75"),
+    (dict(gpus=3, rows=lambda depth, _: 8 if depth < 24 else 0),        # the largest does not fit; one GPU is idle
+     "RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=False SHARDS=75"),
+    (dict(gpus=64), "RANKS=64 DEPTH=24 ROWS=4 FEW=4 RECOMPUTE=False SHARDS=125")])  # of 256 rows in a step
+def test_the_largest_model_that_fits_and_ends_in_a_day(choose, machine, variables):
+    """A run that goes on stays the same model, whatever memory, disk and speed are by then; ranks are those of now."""
+    assert choose(**machine)[0] == variables
+    machine |= dict(gpus=2 * machine["gpus"], peak=1e12, rows=lambda *_: 1, free_gib=0)
+    ranks = int(variables.split()[0].removeprefix("RANKS="))
+    assert choose(**machine)[0] == variables.replace(f"RANKS={ranks}", f"RANKS={2 * ranks}")
+
+
+def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
+    with pytest.raises(UserError, match=f"^{base_folder} has 199.0 GiB free, and depth 24 takes 200;"):
+        choose(gpus=8, free_gib=199)
+    with pytest.raises(UserError, match="^depth 12 does not fit"):
+        choose(gpus=8, rows=lambda *_: 0)
+    for plan in ("8,A100", "x", "8,H100,many"):
+        with pytest.raises(UserError, match="how many GPUs, which, and of how many GB"):
+            choose(f"--plan={plan}")
+    assert not (tmp_path / "gpus").exists()
+
+
+def test_a_slow_cpu_trains_a_smaller_model_unless_asked_for_all(choose, tmp_path):
+    """A step of depth 4 takes so many milliseconds if nothing else runs, and more as the machine is."""
+    large, small = "RANKS=0 DEPTH=4", "RANKS=0 DEPTH=2"
+    assert choose(ms=400, busy=6) == (large, "on this machine this will take about 27 minutes once other processes "
+                                             "have ended (beside them, as now, 147)\n")
+    assert choose(ms=9000) == (large, ""), "it goes on as it began"
+    (tmp_path / "cpu").unlink()
+    variables, out = choose(ms=2500)
+    assert variables == small and "about 153 minutes\n" in out
     assert out.endswith("smaller model instead, in about 52 minutes\nbash speedrun.sh --full trains the larger one\n")
-    assert chosen(3000, 3000, "--full") == ("RANKS=0 DEPTH=4\n", "")
+    assert choose(ms=450)[0] == small, "now as fast"
+    assert choose("--full", ms=3000)[0] == large
+    assert choose(ms=3000)[0] == large, "what was asked for last goes on"
 
 
-def test_what_was_chosen_first_stays_chosen(tmp_path):
-    for chosen, arguments, depth in (("DEPTH=2", [], 2), ("DEPTH=4", [], 2), ("DEPTH=4", ["--full"], 4)):
-        stand_in(tmp_path, f"RANKS=0 {chosen}", gpus=0)
-        calls = [line for line in speedrun(tmp_path, *arguments)[1] if "model_tag" in line]
-        assert len(calls) == 9 and all(f"--model_tag=assistant-d{depth}" in line for line in calls)
-        assert f"--depth={depth} " in calls[0]
+# ---- A real run
 
 
 def rehearse(until: str | None = None) -> str:
@@ -337,8 +368,8 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     what came of them stays.
     """
     folder = base_folder / "rehearsal"
-    killed = rehearse(until="=== evaluation: sft")
-    assert "done before" not in killed and "=== fine-tuning" in killed
+    killed = rehearse(until="=== chat_eval-sft")
+    assert "done before" not in killed and "=== sft-rehearsal" in killed
 
     evaluation = "report/sections/tinyworld/rehearsal/base_eval.json"
     finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", evaluation}
