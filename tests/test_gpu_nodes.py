@@ -15,51 +15,55 @@ from nanochat.plan.memory import GIB, needed_bytes
 from nanochat.runtime import compiling
 from nanochat.runtime.errors import UserError
 
-TOOLS = ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "mv", "uname", "sed")
 
-
-def on_path(folder, programs: dict[str, str]) -> str:
-    """A PATH with a few tools and these programs of the shell, and nothing else."""
+def node(folder, driver: str | None, python: bool = True) -> str:
+    """
+    A folder with setup.sh and an environment without torch, and a PATH with that NVIDIA driver. What uv installs then
+    works on a GPU if it was made for $SUITS.
+    """
+    copy_scripts(folder)
+    if python:
+        write_python(folder, """case "$*" in
+    *cuda.init*) grep -q "$SUITS" calls && exit; echo "Traceback\nRuntimeError: too old (version 12020)"; exit 1 ;;
+esac
+""")
     path = folder / "bin"
     path.mkdir()
-    for tool in TOOLS:
+    for tool in ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "uname", "sed", "head"):
         (path / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
+    programs = {"uv": 'echo "$@" >> calls', "nvidia-smi": f'echo "{driver}"' if driver else "exit 9"}
     for name, text in programs.items():
         (path / name).write_text(f"#!/bin/sh\n{text}\n")
         (path / name).chmod(0o755)
     return str(path)
 
 
-# .venv/bin/python, without torch. What is installed then works on a GPU if it came from the index $SUITS.
-NO_TORCH = """
-case "$*" in
-    *cuda.init*) grep -q "$SUITS" calls && exit; echo "Traceback\nRuntimeError: too old (version 12020)"; exit 1 ;;
-    *torch.ones*) exit 1 ;;
-    *) echo "$@" >> calls ;;
-esac
-"""
-
-
-@pytest.mark.parametrize("driver, index", [
-    ("535.183.01\n535.183.01", "cu126"), ("570.86.10", "cu128"), ("580.65.06", "editable"), (None, "cpu")])
-def test_torch_is_installed_for_the_cuda_that_the_driver_knows(tmp_path, driver, index):
+@pytest.mark.parametrize("driver, wheels", [
+    ("535.183.01\n535.183.01", "cu126"), ("570.86.10", "cu128"), ("580.65.06", ""), (None, "cpu")])
+def test_torch_is_installed_for_the_cuda_that_the_driver_knows(tmp_path, driver, wheels):
     """From torch's own index before anything else is, so that the default wheels are never downloaded for nothing."""
-    copy_scripts(tmp_path)
-    write_python(tmp_path, NO_TORCH)
-    path = on_path(tmp_path, {"nvidia-smi": f'echo "{driver}"' if driver else "exit 9"})
-    done = bash(tmp_path, "-c", ". ./setup.sh", PATH=path, SUITS=index)
-    assert done.returncode == 0, done.stderr
-    installed = [line for line in (tmp_path / "calls").read_text().splitlines() if "pip install" in line]
-    indices = [line for line in installed if "download.pytorch.org" in line]
-    assert len(indices) == (index != "editable") and all(f"/whl/{index} " in line for line in indices)
-    assert "--editable" in installed[-1]
+    path = node(tmp_path, driver)
+    for _ in range(2):  # the second time there is nothing to do
+        done = bash(tmp_path, "-c", ". ./setup.sh", PATH=path, SUITS=wheels)
+        assert done.returncode == 0, done.stderr
+    *first, last = (tmp_path / "calls").read_text().splitlines()
+    assert [re.search(r"--torch-backend=(\S+)", line)[1] for line in first] == ([wheels] if wheels else [])
+    assert "pip install" in last and "--editable ." in last
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path):
+    path = node(tmp_path, None, python=False)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/not/there")
+    assert bash(tmp_path, "-c", ". ./setup.sh dev", PATH=path).returncode == 0
+    made, *_, installed = (tmp_path / "calls").read_text().splitlines()
+    assert made.startswith("venv ") and "--allow-existing --python >=3.11,<3.14 .venv" in made
+    assert installed.endswith("--editable .[dev]")
 
 
 def test_a_driver_that_torch_cannot_use_ends_the_setup(tmp_path):
     """Also when all is installed, as on another node with the same disk; not where the GPUs are hidden."""
-    copy_scripts(tmp_path)
-    write_python(tmp_path, NO_TORCH)
-    path = on_path(tmp_path, {"nvidia-smi": "echo 550.54.15"})
+    path = node(tmp_path, "550.54.15")
     for _ in range(2):
         done = bash(tmp_path, "speedrun.sh", PATH=path, SUITS="no such index")
         assert done.returncode == 1
