@@ -14,46 +14,40 @@ and choices: `int | None`, `Literal["a", "b"]`.
     -p value      short for --p=value, where a setting's name is one letter
     --help        the docstring and every setting
 
-Source and values are parsed (`ast`, `tokenize`), never executed. Scripts import torch and everything else below the
+Source and values are parsed, never executed. Scripts import torch and everything else below the
 call: a mistyped setting, and --help, are answered before.
 """
 import argparse
 import ast
 import contextlib
 import functools
-import io
 import math
 import re
 import sys
-import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from nanochat.runtime.console import escape_unprintable
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.exits import install_one_line_errors
 
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
-WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}  # a bool, as people write it
+# The ways in which people write a bool.
+WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 SECTION = re.compile(r"#\s*-{3,}\s*(.*?)[\s-]*$")
-RANGES = re.compile(r"\[([-\d.,> ]+)\]")  # at the start of a comment: the numbers that a setting may be
+# At the start of a comment: the numbers that a setting may be.
+RANGES = re.compile(r"\[([-\d.,> ]+)\]")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting. accepts: the types and the single values (choices, None) that it takes."""
+class Setting(NamedTuple):
+    """accepts: the types and single values (choices, None) that it takes; ranges: its numbers, "" for any."""
     name: str
     default: Any
     accepts: tuple[Any, ...]
     comment: str
     section: str
-
-    @property
-    def ranges(self) -> str:
-        """The numbers it may be, such as "-1, 1.."; "" for any."""
-        found = RANGES.match(self.comment)
-        return found[1] if found else ""
+    ranges: str
 
 
 def configure(script_globals: dict[str, Any]) -> dict[str, Any]:
@@ -84,12 +78,17 @@ def configure(script_globals: dict[str, Any]) -> dict[str, Any]:
 
 def read_settings(path: str) -> tuple[dict[str, Setting], str]:
     """The settings above the call of `configure` in the script's source, by name; and the script's docstring."""
-    with tokenize.open(path) as file:
-        source = file.read()
+    source = Path(path).read_text(encoding="utf-8")
     tree = ast.parse(source, path)
-    comments, headings = read_comments(source)
+    lines = source.split("\n")
     settings: dict[str, Setting] = {}
+    section, end = "", 0
     for node in tree.body:
+        # Between two statements there are only comments and blank lines.
+        for line in lines[end : node.lineno - 1]:
+            if heading := SECTION.match(line):
+                section = heading[1]
+        end = node.end_lineno or 0
         annotation: ast.expr | None = None
         match node:
             case ast.Assign(value=ast.Call(ast.Name("configure"))) | ast.Expr(ast.Call(ast.Name("configure"))):
@@ -102,27 +101,17 @@ def read_settings(path: str) -> tuple[dict[str, Setting], str]:
                 continue
         try:
             default = ast.literal_eval(value)
-        except ValueError:  # an expression: no setting
+        except ValueError:
+            # An expression is no setting, because it may depend on other lines.
             continue
-        if default is None or type(default) in TYPES.values():  # no list and the like
+        # A list is none either, because a command line has no good way to write one.
+        if default is None or type(default) in TYPES.values():
             accepts = tuple(read_annotation(annotation)) or (type(default),)
-            titles = [title for line, title in headings if line < node.lineno]
-            section = titles[-1] if titles else ""
-            settings[name] = Setting(name, default, accepts, comments.get(node.end_lineno, ""), section)
+            # Columns of the syntax tree count bytes.
+            comment = lines[end - 1].encode()[node.end_col_offset :].decode().strip().removeprefix("#").strip()
+            ranges = RANGES.match(comment)
+            settings[name] = Setting(name, default, accepts, comment, section, ranges[1] if ranges else "")
     raise ValueError(f"{path} does not call `configure(globals())` at its top level")
-
-
-def read_comments(source: str) -> tuple[dict[int, str], list[tuple[int, str]]]:
-    """The comments that end a line of code, by line number; and the section headings with their line numbers."""
-    comments, headings = {}, []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            if token.line[:column].strip():
-                comments[row] = token.string.removeprefix("#").strip()
-            elif heading := SECTION.match(token.string):
-                headings.append((row, heading[1]))
-    return comments, headings
 
 
 def read_annotation(annotation: ast.expr | None) -> Iterator[Any]:
@@ -138,50 +127,35 @@ def read_annotation(annotation: ast.expr | None) -> Iterator[Any]:
 
 # ---- The values: parsed, never executed
 
-def parse(text: str, kind: Any) -> Any:
-    """The text as a value of a type, or as a single value (a choice, None). ValueError or KeyError if it is none."""
-    if kind is bool:
-        return WORDS[text.lower()]
-    if kind in (int, float):
-        number = float(text)  # also of an int, so that 1e6 is one
-        if not math.isfinite(number) or number != kind(number):  # JSON cannot hold it; it is no integer
-            raise ValueError
-        return kind(number)
-    if kind is str:
-        return text
-    if text == str(kind):
-        return kind
-    raise ValueError
-
-
-def within(value: Any, ranges: str) -> bool:
-    """Whether a number is in one of the ranges, such as "0..1", ">0" or "-1, 1.."; "" has all. Others: always."""
-    if not ranges or type(value) not in (int, float):
-        return True
-    for text in ranges.split(", "):
-        low, dots, high = text.partition("..")
-        if text[0] == ">":
-            inside = value > float(text[1:])
-        elif dots:
-            inside = float(low) <= value <= float(high or "inf")
-        else:
-            inside = value == float(low)
-        if inside:
-            return True
-    return False
-
-
-def choose(text: str, setting: Setting) -> Any:
+def parse(text: str, setting: Setting) -> Any:
     """The value that a text means for a setting; UserError when it means none."""
-    for kind in sorted(setting.accepts, key=lambda kind: isinstance(kind, type)):  # None before str
-        with contextlib.suppress(ValueError, KeyError):
-            value = parse(text, kind)
-            if within(value, setting.ranges):
-                return value
+    # None comes before str, which would take its text.
+    for kind in sorted(setting.accepts, key=lambda kind: isinstance(kind, type)):
+        if kind is str or text == str(kind):
+            return text if kind is str else kind
+        with contextlib.suppress(ValueError, KeyError, OverflowError):
+            if kind is bool:
+                return WORDS[text.lower()]
+            if kind in (int, float):
+                # A float first, so that 1e6 is an integer. JSON cannot hold nan and inf.
+                number = float(text)
+                if math.isfinite(number) and number == kind(number) and in_ranges(number, setting.ranges):
+                    return kind(number)
     expected = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in setting.accepts)
     if setting.ranges:
         expected += f" in [{setting.ranges}]"
     raise UserError(f"--{setting.name}={text}: {setting.name} takes {expected} (default: {setting.default!r})")
+
+
+def in_ranges(number: float, ranges: str) -> bool:
+    """Whether a number is in one of the ranges, such as "0..1", ">0" or "-1, 1.."; "" has all numbers."""
+    for part in ranges.split(", "):
+        low, dots, high = part.removeprefix(">").partition("..")
+        if not low or number == float(low) and part[0] != ">":
+            return True
+        if (dots or part[0] == ">") and float(low) < number <= float(high or "inf"):
+            return True
+    return False
 
 
 # ---- The command line: which values they get
@@ -191,15 +165,15 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      exit_on_error=False)
     for name, setting in settings.items():
-        spellings = [f"--{name}"]
-        if len(name) == 1:
-            spellings.append(f"-{name}")
-        option = parser.add_argument(*spellings, type=functools.partial(choose, setting=setting))
+        spellings = [f"--{name}", f"-{name}"] if len(name) == 1 else [f"--{name}"]
+        option = parser.add_argument(*spellings, type=functools.partial(parse, setting=setting))
         if bool in setting.accepts:
             option.nargs, option.const = "?", True
     try:
-        overrides, unknown = parser.parse_known_args([word for word in argv if word != "--"])  # torchrun's separator
-    except argparse.ArgumentError as error:  # a value is missing
+        # torchrun puts "--" between its own arguments and the script's.
+        overrides, unknown = parser.parse_known_args([word for word in argv if word != "--"])
+    except argparse.ArgumentError as error:
+        # A value is missing: `parse` raises UserError for all others.
         raise UserError(str(error)) from None
     if unknown:
         word = unknown[0]
