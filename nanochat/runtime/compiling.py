@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_leaves
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
 
-ONE_PASS = 2**16       # elements that are worth a call of compiled code
-RECOMPILE_LIMIT = 64  # torch's is 8; kinds of blocks times lengths of conversations are more
+# Elements: for fewer, the call of compiled code costs more than it saves.
+ONE_PASS = 2**16
+# torch's limit is 8. Kinds of blocks times lengths of conversations are more.
+RECOMPILE_LIMIT = 64
 
-switch = SimpleNamespace(on=False)  # of this process
+switch = SimpleNamespace(on=False)
 
 
 def compiled(function: Callable) -> Callable:
@@ -78,7 +80,8 @@ def set_compile(wanted: bool, device_type: str) -> bool:
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         try:
             compiled(torch.exp)(torch.zeros(64, device=device_type))
-        except Exception as error:  # of any kind: eager code does not need a compiler
+        except Exception as error:
+            # Any kind of error counts, because eager code does not need a compiler.
             switch.on = False
             why = first_line(error)
             if device_type == "cuda":
@@ -98,7 +101,8 @@ def eagerly() -> Iterator[None]:
         return
     switch.on = False
     try:
-        with torch.compiler.set_stance("force_eager"):  # for what is compiled already
+        # Functions that are compiled already must run eagerly, too.
+        with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         switch.on = True

@@ -21,7 +21,8 @@ def print0(*values: object) -> None:
     try:
         print(*values, flush=True)
     except OSError as error:
-        if error.errno in (errno.EIO, errno.EPIPE):  # a terminal, a pipe
+        # EIO is a terminal that is gone, EPIPE a pipe without a reader.
+        if error.errno in (errno.EIO, errno.EPIPE):
             discard_output()
         elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -30,7 +31,8 @@ def print0(*values: object) -> None:
 def escape_unprintable() -> None:
     """Characters that the encoding of stdout does not have are printed as escapes: none may end a run. For scripts."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        with contextlib.suppress(OSError):  # it is set, but the place in a file that has become a pipe is not known
+        # The setting takes effect even when the position in a file that became a pipe is unknown.
+        with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
 
 

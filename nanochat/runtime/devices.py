@@ -42,7 +42,8 @@ def prepare_device(device_type: str, local_rank: int) -> torch.device:
     # Read at the first allocation. A user's PYTORCH_CUDA_ALLOC_CONF takes precedence.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
-    torch.backends.cuda.matmul.fp32_precision = "ieee"  # float32 means float32: no TF32
+    # Products of float32 must not be rounded to TF32.
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     return torch.device("cuda", local_rank)
 
 
@@ -51,7 +52,8 @@ def keep_freed_memory() -> None:
     The memory of a freed tensor serves the next one. Otherwise glibc gives large ones back to the system, which clears
     every page again for the next: a tenth of a step.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    # Only glibc has mallopt.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-3, 2**31 - 1)  # M_MMAP_THRESHOLD
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -60,9 +62,11 @@ def keep_freed_memory() -> None:
 def be_deterministic() -> None:
     """The same bits from the same run on the same GPUs, as a CPU gives anyway; slower. It has not been run on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass adds in any order
+    # The backward pass of cuDNN's attention adds in any order.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # we read none
+    # Filling costs time, and nothing here reads uninitialized memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -72,7 +76,8 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """
     if dtype != "auto":
         return getattr(torch, dtype)
-    fast = True  # Apple GPUs: half the bytes, the same rate
+    # On Apple GPUs bfloat16 has half the bytes and the same rate.
+    fast = True
     if device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     elif device.type == "cpu":

@@ -23,7 +23,8 @@ from nanochat.runtime.files import base_dir
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
 SETUP_TIMEOUT = timedelta(minutes=60)
 TRAINING_TIMEOUT = timedelta(minutes=10)
-MAX_SIGNAL_DELAY = 5  # seconds between the signals of two hosts' torchruns: each asks every second who wants to join
+# Seconds between the signals of two hosts' torchruns. Each of them looks once a second for hosts that want to join.
+MAX_SIGNAL_DELAY = 5
 
 
 def environment_number(name: str, default: int) -> int:
@@ -42,7 +43,8 @@ def set_up(device_type: str, dtype: str) -> tuple[int, int, torch.device, torch.
     rank, world_size, device = compute_init(device_type)
     if environment_number("GROUP_WORLD_SIZE", 1) > 1:
         require_shared_folder()
-    model_dtype = from_rank0(compute_dtype, dtype, device)  # hosts may have other processors
+    # Hosts may have different processors, but all ranks need one dtype.
+    model_dtype = from_rank0(compute_dtype, dtype, device)
     print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}")
     return rank, world_size, device, model_dtype
 
@@ -64,7 +66,8 @@ def compute_init(device_type: str) -> tuple[int, int, torch.device]:
 
 def join(backend: str, rank: int, world_size: int) -> None:
     """Join torchrun's process group. UserError with the line that ended an earlier attempt, if one did."""
-    faulthandler.enable()  # a crash in native code shows where each thread is
+    # A crash in native code then shows where each thread is.
+    faulthandler.enable()
     # torchrun keeps its store over a restart, with the addresses of dead ranks: each attempt uses its own part of it.
     # A store of rank 0 (elastic runs, where the hosts' counts of restarts differ) is new in each attempt.
     job_store, *_ = next(dist.rendezvous("env://", timeout=SETUP_TIMEOUT))
@@ -76,7 +79,8 @@ def join(backend: str, rank: int, world_size: int) -> None:
         raise UserError(job_store.get("user error").decode())
     tell_restarts.append(functools.partial(job_store.set, "user error"))
     node = environment_number("GROUP_RANK", 0)
-    ranks_of: dict[tuple[int, str], list[int]] = {}  # of each node, by its number and its host
+    # The ranks of each node, by its number and its host.
+    ranks_of: dict[tuple[int, str], list[int]] = {}
     for other, place in enumerate(gather_objects((node, socket.gethostname()))):
         ranks_of.setdefault(place, []).append(other)
     hosts = [f"ranks {ranks[0]} to {ranks[-1]} on {host}" for (_, host), ranks in ranks_of.items()]
@@ -106,7 +110,8 @@ def require_shared_folder() -> None:
 
     mark = Path(from_rank0(make_mark))
     problem = None
-    if not (base_dir() / mark.name).exists():  # hosts may mount the disk in different places
+    # Only the name is compared, because hosts may mount the disk in different places.
+    if not (base_dir() / mark.name).exists():
         problem = f"{base_dir()} on {socket.gethostname()} is not rank 0's: all hosts must share the base folder"
     problem = first_problem(problem)
     if is_rank0():
@@ -128,7 +133,8 @@ def compute_cleanup(stop=None) -> None:
     """
     if not dist.is_initialized():
         return
-    stopping = any(gather_objects(stop is not None and stop.asked))  # waits for all ranks
+    # This also waits for all ranks.
+    stopping = any(gather_objects(stop is not None and stop.asked))
     ending.set()
     if stopping and environment_number("GROUP_WORLD_SIZE", 1) > 1:
         deadline = time.monotonic() + MAX_SIGNAL_DELAY

@@ -15,7 +15,8 @@ from nanochat.runtime.errors import one_line
 tell_restarts: list[Callable[[str], object]] = []
 # Called after an uncaught error is reported, such as a last save. They never raise, and wait for no dead rank.
 last_acts: list[Callable[[], None]] = []
-ending = threading.Event()  # this process is about to exit: the heartbeat leaves it alone
+# This process is about to exit, so the heartbeat must not end it.
+ending = threading.Event()
 
 
 def act_last() -> None:
@@ -34,7 +35,8 @@ def install_one_line_errors(config: dict | None = None) -> None:
         line, rank = one_line(error, config), os.environ.get("RANK")
         if line is not None and not isinstance(error, KeyboardInterrupt):
             for tell in tell_restarts:
-                with contextlib.suppress(Exception):  # torchrun itself may be gone
+                # torchrun itself may be gone.
+                with contextlib.suppress(Exception):
                     tell(line)
         another_rank = rank not in (None, "0")
         if line is not None and another_rank:
@@ -42,19 +44,23 @@ def install_one_line_errors(config: dict | None = None) -> None:
             act_last()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
-        out = sys.__stderr__ or sys.stderr  # torch's own hook calls this one and holds back sys.stderr until it returns
-        with contextlib.suppress(OSError):  # its terminal, or what reads its pipe, is gone
+        # torch's own hook calls this one, and holds back sys.stderr until it returns.
+        out = sys.__stderr__ or sys.stderr
+        # The terminal, or the reader of the pipe, may be gone.
+        with contextlib.suppress(OSError):
             if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":
                 text = "".join(traceback.format_exception(kind, error, trace))
                 if rank is not None:
                     text = f"rank {rank}:\n{text}"
-                out.write(text)  # in one write: ranks must not mix their lines
+                # One write, so that ranks do not mix their lines.
+                out.write(text)
             if line is not None:
                 of_rank = f" (rank {rank})" if another_rank else ""
                 print(f"error: {line}{of_rank}", file=out)
             out.flush()
         act_last()
-        if rank is not None:  # among several ranks, an orderly exit could wait for a dead rank
+        # Among several ranks, an orderly exit could wait for a dead rank.
+        if rank is not None:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
             os._exit(1)

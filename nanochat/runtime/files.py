@@ -58,7 +58,8 @@ def locked(path: Path, wait: bool = True) -> TextIO:
         file.close()
         raise
     except OSError:
-        pass  # some cluster file systems have no locks: better without one than not at all
+        # Some cluster file systems have no locks. It is better to write without one than not at all.
+        pass
     return file
 
 
@@ -76,7 +77,8 @@ def write_aside(path: Path) -> Iterator[Path]:
         for written in aside.rglob("*"):
             sync(written)
         sync(aside)
-        if aside.is_dir() and path.is_dir():  # a folder can take the place of an empty one only
+        # A rename can replace only an empty folder.
+        if aside.is_dir() and path.is_dir():
             os.rename(path, previous(path))
         os.replace(aside, path)
         sync(path.parent)
@@ -116,4 +118,5 @@ def recover_folder(path: Path) -> None:
         os.rename(previous(path), path)
     shutil.rmtree(previous(path), ignore_errors=True)
     for debris in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
-        shutil.rmtree(debris, ignore_errors=True)  # a file that is in use (NFS) goes next time
+        # NFS keeps a file that is in use; the next writer removes it.
+        shutil.rmtree(debris, ignore_errors=True)

@@ -33,7 +33,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for part, peak in PEAK_BF16.items():
-            if re.search(rf"\b{part}\b", name):  # whole words: an RTX A4000 is no A40
+            # Whole words, because an RTX A4000 is no A40.
+            if re.search(rf"\b{part}\b", name):
                 return peak
     return measured_matmul_flops(device, dtype)
 

@@ -48,7 +48,8 @@ def finish(thread: threading.Thread, ending: threading.Event) -> None:
 
 def tell(guard: subprocess.Popen, reason: str) -> None:
     """A sign of life, and the likely reason if no other follows."""
-    with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the guard was ended or stopped, not this rank
+    # The guard may have been ended or stopped; this rank goes on.
+    with contextlib.suppress(BrokenPipeError, BlockingIOError):
         os.write(guard.stdin.fileno(), f"{reason}\n".encode())
 
 
@@ -70,11 +71,13 @@ def beat(guard: subprocess.Popen, hosts: list[str], ending: threading.Event, nod
                 seen[host] = count
                 if missing[host] >= MISSED_BEATS:
                     end(f"{hosts[host]}: silent for {BEAT * MISSED_BEATS:.0f} s, cut off or stopped", ending)
-    except Exception as error:  # of the store
-        ending.wait(4 * BEAT)  # the training thread may have noticed, too, and its error says more
+    except Exception as error:
+        # The store failed. The training thread may have noticed, too, and its error says more.
+        ending.wait(4 * BEAT)
         end(f"heartbeat: {error}", ending)
     finally:
-        guard.stdin.close()  # so that it leaves: what a rank does last, such as a save, may take long
+        # The guard leaves now, because the rank's last act, such as a save, may take long.
+        guard.stdin.close()
         guard.wait()
 
 

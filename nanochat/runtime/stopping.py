@@ -33,8 +33,9 @@ class StopRequest:
     def __init__(self):
         self.asked = False
         self.exit_code = 0
-        self.handlers_before = {}  # by signal that asks: its handler without this class
-        self.wakeup_before = -1    # what Python writes the number of each signal to, without this class
+        # To be put back in a forked child: the handler of each signal, and the descriptor that gets its number.
+        self.handlers_before = {}
+        self.wakeup_before = -1
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self.handlers_before[number] = signal.signal(number, self.ask)
@@ -68,9 +69,11 @@ class StopRequest:
     def ask(self, number: int, _frame: object) -> None:
         """The signal handler."""
         again = self.asked
-        self.asked = True  # before anything is printed: the next signal may come meanwhile
+        # Before anything is printed, because the next signal may come meanwhile.
+        self.asked = True
         hint = ""
-        if "RANK" not in os.environ:  # not under torchrun, which would start a run with an exit code again
+        # torchrun would restart a run that ends with an exit code.
+        if "RANK" not in os.environ:
             self.exit_code = self.exit_code or 128 + number
             if number == signal.SIGINT:
                 hint = "; Ctrl-C again ends at once"
@@ -78,7 +81,8 @@ class StopRequest:
                     raise KeyboardInterrupt
         if not again and is_rank0():
             name = signal.Signals(number).name
-            try:  # os.write: print is not safe in a signal handler
+            # os.write, because print is not safe in a signal handler.
+            try:
                 os.write(1, f"{name}: finishing this step, or batch of an evaluation, then saving{hint}\n".encode())
             except OSError:
                 discard_output()
