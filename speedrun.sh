@@ -31,7 +31,7 @@ gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 [ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/${rehearsal:-cpu}.sh; exit; }
 
 # ---- Eight H100s: RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125. The recipe is in docs/gpus.md
-python -m scripts.doctor --choose="$NANOCHAT_BASE_DIR/once/gpus" --plan="$plan" --price="${PRICE:-2.5}"
+python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/gpus" --plan="$plan" --price="${PRICE:-2.5}"
 . "$NANOCHAT_BASE_DIR/once/gpus"
 tag=speedrun-d$DEPTH made=report/sections/climbmix/speedrun-d$DEPTH
 run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 --shutdown-timeout=300 -m"

@@ -1,7 +1,7 @@
 # The assistant of a laptop: the embedded world and Python's own documentation, without downloads, in a quarter of an
 # hour on two cores. speedrun.sh sources this file where there is no GPU. To paste its commands, begin with
 #     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
-python -m scripts.doctor --choose="$NANOCHAT_BASE_DIR/once/cpu" --full="${full:-False}"  # says how long it takes
+python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/cpu" --full="${full:-False}"  # says how long it takes
 . "$NANOCHAT_BASE_DIR/once/cpu"  # DEPTH=4, or 2 where that takes more than half an hour
 tag=assistant-d$DEPTH made=report/sections/tinyworld/assistant-d$DEPTH
 batch="--device_batch_size=16 --total_batch_size=4096 --eval_tokens=32768 --save_every=100 --keep_last=2"

@@ -149,7 +149,7 @@ def stand_in(folder: Path, gpus: int, chosen: str, three_steps: str = ":") -> No
     copy_scripts(folder)
     write_python(folder, f"""case "$*" in
     *device_count*) echo {gpus} ;;
-    *--choose=*) mkdir -p "$NANOCHAT_BASE_DIR/once"; echo "{chosen}" | tee "$NANOCHAT_BASE_DIR/once/gpus" > \\
+    *choose_size*) mkdir -p "$NANOCHAT_BASE_DIR/once"; echo "{chosen}" | tee "$NANOCHAT_BASE_DIR/once/gpus" > \\
         "$NANOCHAT_BASE_DIR/once/cpu" ;;
     *) echo "$@" >> calls ;;
 esac
@@ -269,7 +269,7 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
 
 @pytest.fixture
 def choose(tmp_path, monkeypatch, capsys):
-    """A call of scripts.doctor --choose on a machine that is described; the variables, and what it prints."""
+    """A call of scripts.choose_size on a machine that is described; the variables, and what it prints."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # `configure` sets another
 
     def call(*arguments: str, gpus: int = 0, peak: float = 989e12, rows=lambda *_: 16, ms: float = 0, busy: float = 1,
@@ -285,7 +285,7 @@ def choose(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free_gib * GIB))
         file = tmp_path / ("gpus" if gpus else "cpu")
         with contextlib.suppress(SystemExit):
-            run_as_main("scripts.doctor", [f"--choose={file}", *arguments])
+            run_as_main("scripts.choose_size", [f"--file={file}", *arguments])
         return file.read_text().strip(), capsys.readouterr().out
 
     return call
@@ -309,7 +309,7 @@ def test_the_largest_model_that_fits_and_ends_in_a_day(choose, machine, variable
 
 
 def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
-    with pytest.raises(UserError, match=f"^{base_folder} has 199.0 GiB free, and depth 24 takes 200;"):
+    with pytest.raises(UserError, match=f"^depth 24 wants 200 GiB of disk, and 199.0 are free in {base_folder};"):
         choose(gpus=8, free_gib=199)
     with pytest.raises(UserError, match="^depth 12 does not fit"):
         choose(gpus=8, rows=lambda *_: 0)

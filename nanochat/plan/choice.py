@@ -1,16 +1,17 @@
 """What speedrun.sh trains on a machine: depth and rows at a time, and what that takes in hours, dollars and disk."""
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
-from nanochat.model.gpt_config import GPTConfig, config_from_depth
+from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.recipe import choose_batch_size
 from nanochat.optim.schedule import accumulation_steps
 from nanochat.plan.memory import shaped
 from nanochat.runtime.errors import UserError
 
-MFU = 0.48              # part of its bfloat16 peak that a GPU is assumed to reach
-MOST_HOURS = 12         # of pretraining: then all stages are done within a day
+# The part of its bfloat16 peak that a GPU is assumed to reach.
+MFU = 0.48
+# Hours of pretraining: then all stages are done within a day.
+MAX_HOURS = 12
 VOCAB_SIZE = 32768
 # GiB of disk by depth: text and its tokens; of each of four stages two checkpoints of 14 bytes a parameter, and one
 # that is being written.
@@ -58,39 +59,3 @@ def parse_gpus(plan: str) -> tuple[int, str, float]:
         if memory:
             return int(parts[1]), parts[2], float(memory)
     raise UserError(f"plan={plan}: expected 8,H100,80: how many GPUs, which, and of how many GB")
-
-
-def choose_for_gpus(
-    ranks: int, rate: float, rows_that_fit: Callable[[int, int, bool], int]
-) -> tuple[int, int, bool, Pretraining]:
-    """
-    (depth, rows, activation checkpointing, pretraining): the largest depth that fits and is pretrained within
-    MOST_HOURS, or the smallest one that fits. Where hardly one row fits, activations are computed twice.
-
-    rows_that_fit: of a depth, up to a number, with checkpointing or not. The number is 16, as no GPU has confirmed that
-    more fit, or less where all ranks would have more than the 256 rows of a step of mid-training.
-    """
-    most = min(16, 256 // ranks)
-    depths = list(DISK)
-    for depth in depths:
-        config = config_from_depth(depth, VOCAB_SIZE, 2048, arch="modern")
-        if pretraining(config, ranks, 1, rate).hours > MOST_HOURS and depth != depths[-1]:
-            continue
-        rows, twice = rows_that_fit(depth, most, False), False
-        if rows < 4:
-            rows, twice = rows_that_fit(depth, most, True), True
-        if rows:
-            return depth, rows, twice, pretraining(config, ranks, rows, rate)
-    raise UserError(f"depth {depths[-1]} does not fit into this GPU's memory")
-
-
-def describe_cost(depth: int, ranks: int, gpus: int, hours: float, price: float) -> str:
-    """One line about what is paid for: all GPUs, also those that stand idle, and the stages after pretraining."""
-    least, most = hours + 8 / ranks, hours + 16 / ranks
-    idle = ""
-    if ranks < gpus:
-        idle = f"{gpus - ranks} of them stand idle, so rent {ranks}; "
-    return (f"in all about {least:.0f} to {most:.0f} hours and ${least * gpus * price:.0f} to "
-            f"${most * gpus * price:.0f} for {gpus} GPUs at ${price:g} per GPU and hour, of which pretraining takes "
-            f"{hours:.2f} hours; {idle}disk: {DISK[depth]} GiB; downloads: {SHARDS[depth] * 0.09:.0f} GB of text, and "
-            "the tasks")

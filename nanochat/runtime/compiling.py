@@ -5,6 +5,7 @@ model by `GPT.compile_blocks`. Until `set_compile` asks for it, all of it is pla
 import contextlib
 import functools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -55,6 +56,13 @@ def in_one_pass(function: Callable, flat: torch.Tensor, *others: torch.Tensor | 
 @functools.cache
 def with_compiler(function: Callable, dynamic: bool = False) -> Callable:
     return torch.compile(function, dynamic=dynamic)
+
+
+def has_compiler(device_type: str) -> bool:
+    """Whether generated code can be compiled: a CPU's needs a C++ compiler; torch brings one for CUDA."""
+    if device_type == "cpu":
+        return shutil.which(os.environ.get("CXX", "g++")) is not None
+    return device_type == "cuda"
 
 
 def set_compile(wanted: bool, device_type: str) -> bool:
