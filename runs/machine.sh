@@ -1,5 +1,5 @@
 # What miniseries.sh and scaling_laws.sh have in common; sourced by them.
-#     DATA      data set; on a CPU the embedded world with a small vocabulary, so that the head does not outweigh the blocks
+#     DATA      data set; on a CPU the embedded world with a small vocabulary: the head must not outweigh the blocks
 #     launch    how a script is started here: one process, or one for each GPU
 #     model     settings of base_train that fit this machine
 #     train     one run of a series, which goes on where it was stopped and is not done again
@@ -7,7 +7,7 @@ set -euo pipefail
 case ${1:-} in
     "") ;;
     -h | --help) sed -n '2,/^\. /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
-    *) echo "error: $1 is unknown: settings are variables before the command, such as DEPTHS=\"2 4\"; --help" >&2; exit 2 ;;
+    *) echo "error: $1 is unknown: settings are variables in front, such as DEPTHS=\"2 4\"; --help" >&2; exit 2 ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . ./setup.sh
@@ -23,22 +23,25 @@ else
     DATA=${DATA:-tinyworld512}
     launch=(python -m)
     # Small steps: what they lose to Python a compiler would not win back in so short a run.
-    rows=2 model=(--max_seq_len=128 --total_batch_size=256 --eval_tokens=16384 --compile=False --save_every=500 --keep_last=1)
+    rows=2
+    model=(--max_seq_len=128 --total_batch_size=256 --eval_tokens=16384 --compile=False --save_every=500 --keep_last=1)
     if [ "$DATA" = tinyworld512 ]; then python -m scripts.dataset --source=tinyworld --name="$DATA"; fi
 fi
 if [ ! -e "$NANOCHAT_BASE_DIR/tokenizer/$DATA/tokenizer_nanochat.json" ]; then
     python -m scripts.tok_train --data="$DATA" --vocab_size="$([ "$DATA" = tinyworld512 ] && echo 512 || echo 65536)"
 fi
 
-# train TAG --depth=… --setting=value …: validated at its beginning and end. Finished runs whose files are whole are skipped.
+# train TAG --depth=… --setting=value …: validated at its beginning and end. A finished run whose files are whole is
+# skipped.
 train() {
     local tag=$1; shift
     echo; echo "=== $tag"
     if [ "$gpus" -ge 1 ]; then  # what the memory holds, up to 16: a step's batch is a multiple of all ranks' rows
         rows=$(python -m scripts.doctor --batch_only "$1" --ranks="$gpus" --max_rows=16)
-        [ "$rows" -ge 1 ] || { echo "error: ${1#--} does not fit into this GPU's memory; set smaller DEPTHS" >&2; exit 1; }
+        [ "$rows" -ge 1 ] || { echo "error: ${1#--} does not fit into a GPU's memory; set smaller DEPTHS" >&2; exit 1; }
     fi
-    python -m scripts.once "$tag" --needs "data/$DATA/manifest.json" "tokenizer/$DATA" --makes "base_checkpoints/$tag" -- \
+    python -m scripts.once "$tag" --needs "data/$DATA/manifest.json" "tokenizer/$DATA" \
+        --makes "base_checkpoints/$tag" -- \
         "${launch[@]}" scripts.base_train --data="$DATA" --model_tag="$tag" --resume=auto --device_batch_size="$rows" \
         --eval_every=1000000000 --sample_every=-1 "${model[@]}" "$@"
 }

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One run on several machines: the same command on each of them, with its own NODE_RANK.
 #
-#     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --data=fineweb-edu --depth=20 --resume=auto
-#     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --data=fineweb-edu --depth=20 --resume=auto
+#     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --depth=20 --resume=auto
+#     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --depth=20 --resume=auto
 #
 #     NNODES              a range such as 1:4 lets the run go on with fewer machines, and with more when they are back,
 #                         any number of them; it needs no NODE_RANK. The machine of MASTER_ADDR must stay.
@@ -19,16 +19,18 @@ cd "$(dirname "$0")/.."
 [ -n "${NANOCHAT_NO_VENV:-}" ] || [ ! -d .venv ] || PATH="$PWD/.venv/bin:$PATH"
 : "${NNODES:?set it to the number of machines}" "${MASTER_ADDR:?set it to the address of the first machine}"
 if [[ $NNODES == *:* ]]; then
-    # torch 2.13 would keep one store for all rounds, with the addresses of earlier ranks, on a machine that may be gone.
+    # torch 2.13 would keep one store for all rounds, with addresses of earlier ranks, on a machine that may be gone.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     meeting=(--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-id="${JOB_ID:-nanochat}")
 else
     : "${NODE_RANK:?set it to 0 on the first machine, 1 on the second, …}"
-    meeting=(--node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}" ${JOB_ID:+--rdzv-id="$JOB_ID"})
+    meeting=(--node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
+    [ -z "${JOB_ID:-}" ] || meeting+=(--rdzv-id="$JOB_ID")
 fi
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 [ "$gpus" -ge 1 ] || gpus=1
 # Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
 # exec: a signal to this script is one to torchrun, which passes it on; then every rank finishes its step and saves.
-exec torchrun --nnodes="$NNODES" --nproc-per-node="${NPROC:-$gpus}" "${meeting[@]}" --max-restarts="${MAX_RESTARTS:-3}" --shutdown-timeout=300 -m "$@"
+exec torchrun --nnodes="$NNODES" --nproc-per-node="${NPROC:-$gpus}" "${meeting[@]}" \
+    --max-restarts="${MAX_RESTARTS:-3}" --shutdown-timeout=300 -m "$@"

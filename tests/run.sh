@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Check style and types (ruff, mypy: rules in pyproject.toml) and run all tests, in a .venv that is made if there is none.
-# Arguments go to pytest.
-# As if this machine were ten times faster: CLOCK=0.1 tests/run.sh --ignore=tests/test_execution.py; slower: CLOCK=10 (tests/clock)
+# Check style and types (ruff, mypy: rules in pyproject.toml) and run all tests, in a .venv that is made if there is
+# none. Arguments go to pytest.
+# As if this machine were ten times faster: CLOCK=0.1 tests/run.sh --ignore=tests/test_execution.py; slower: CLOCK=10
+# (tests/clock)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ./setup.sh dev
