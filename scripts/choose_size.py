@@ -1,14 +1,15 @@
 """
-How large a model speedrun.sh trains on this machine: prints hours and cost, and writes the variables of its commands.
+How large a model speedrun.sh trains on this machine: hours, cost, and the variables of its commands.
 
-    python -m scripts.choose_size --file=FILE                     # for what is here
-    python -m scripts.choose_size --file=FILE --plan=8,H100,80    # for GPUs that are not here
+    python -m scripts.choose_size                     # for what is here
+    python -m scripts.choose_size --plan=8,H100,80    # for GPUs that are not here
+    python -m scripts.choose_size --file=FILE         # as speedrun.sh does: the variables are kept in FILE
 
 Depth and rows that FILE has stay as they are: a run that goes on, perhaps on another machine, keeps its model.
 """
 from configurator import configure
 
-file = ""                   # gets RANKS, DEPTH, … for the shell; RANKS=0 on a CPU
+file = ""                   # for RANKS, DEPTH, …, of which RANKS is 0 on a CPU; empty: they are printed
 plan = ""                   # 8,H100,80: GPUs to choose for, instead of those that are here
 price = 2.5                 # [0..] dollars per GPU and hour
 full = False                # depth 4 on any CPU, however long that takes
@@ -33,6 +34,15 @@ from nanochat.runtime.flops import datasheet_peak, peak_flops
 kept: dict[str, str] = {}
 if Path(file).is_file():
     kept = dict(word.split("=") for word in Path(file).read_text().split())
+
+
+def keep(variables: str) -> None:
+    if file:
+        write_text(Path(file), f"{variables}\n")
+    else:
+        print(variables)
+
+
 gpus, gpu, memory = parse_gpus(plan) if plan else (torch.cuda.device_count(), "", 0.0)
 device = torch.device("cuda" if plan else choose_device_type(""))
 dtype = torch.bfloat16 if plan else compute_dtype("auto", device)
@@ -55,7 +65,7 @@ if not gpus:
             break
     else:
         print("bash speedrun.sh --full trains the larger one")
-    write_text(Path(file), f"RANKS=0 DEPTH={depth}\n")
+    keep(f"RANKS=0 DEPTH={depth}")
     raise SystemExit(0)
 
 # ---- GPUs: the largest depth that fits and is pretrained within half a day, or the smallest however long it takes
@@ -96,8 +106,7 @@ if not kept and not plan:
     if free < DISK[depth]:
         raise UserError(f"depth {depth} wants {DISK[depth]} GiB of disk, and {free:,.1f} are free in {base_dir()}; "
                         "free some there, or set NANOCHAT_BASE_DIR to a folder of a larger disk")
-write_text(Path(file), f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} "
-                       f"SHARDS={SHARDS[depth]}\n")
+keep(f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} SHARDS={SHARDS[depth]}")
 
 # ---- How long, and for how much. All GPUs are paid for, also those that stand idle, and the stages after pretraining.
 run = pretraining(config, ranks, rows, rate)
