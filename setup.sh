@@ -17,7 +17,7 @@ case ${CUDA_VISIBLE_DEVICES-all}:$driver in  # which of torch's wheels run; the 
     *) echo "error: NVIDIA driver $driver is too old for torch 2.11: install 525 or newer, best 580" >&2; return 1 ;;
 esac
 stamp="$(cksum pyproject.toml) ${1:-}"  # of what was installed; dev has all extras
-case $(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null) in "$stamp" | "${stamp% *} dev") ;; *)
+case $(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null) in "$stamp"* | "${stamp% *} dev") ;; *)
     PATH="$PATH:$PWD/.uv/bin"
     command -v uv >/dev/null || python3 -m pip install --quiet --target .uv uv || {
         echo "error: uv is missing, and pip cannot fetch it: https://docs.astral.sh/uv tells how to" >&2; return 1; }
