@@ -11,7 +11,7 @@ from configurator import configure
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
 model_tag = ""              # folder of the checkpoints; empty: d<depth>
-overwrite = False           # remove the checkpoints that this run would write again
+overwrite = False           # remove later checkpoints: all at a new start, those after the start of a resumed run
 seed = 0                    # [0..] decides weights and the order of the data
 # ---- Device
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
@@ -31,7 +31,7 @@ target_flops = -1.0         # FLOPs of the whole run
 target_param_data_ratio = 8.0  # tokens per parameter of matrices and head
 # ---- Batch
 device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: up to 16 on a CUDA GPU, else up to 8
-total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen here, with the rates
+total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, and the rates with it
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 shard_size = -1             # [-1, 1..] ranks that share one copy; groups of this size are replicas; -1: all ranks
@@ -43,7 +43,7 @@ matrix_lr = 0.02            # [0..] Muon
 muon_momentum = -1.0        # [-1, 0..1] Muon's momentum after its rise
 final_muon_momentum = -1.0  # [-1, 0..1] at the end of the warmdown
 momentum_steps = -1         # [-1, 1..] steps in which it rises from 0.85
-weight_decay = -1.0         # [-1, 0..] Muon's matrices only; falls to zero
+weight_decay = -1.0         # [-1, 0..] of Muon's matrices; falls to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmup_steps = -1           # [-1, 0..] steps in which the learning rate rises, at most a tenth of the run
 warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, in which it falls
@@ -56,7 +56,7 @@ core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
 sample_every = 2000         # [-1..] steps between samples, also after the last step; -1: never
 # ---- Checkpoints
 save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
-keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
+keep_last = -1              # [-1, 1..] checkpoints kept; -1: all, of the half-hourly ones two
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
@@ -125,16 +125,16 @@ print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head
 pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
 model.keep_layers(pipeline.layers)  # removes those of other pipeline stages
 
-# ---- Where to start: rank 0 looks for checkpoints and decides for all ranks
+# ---- Where to start: rank 0 decides for all ranks. Ranks that torchrun restarts go on from their newest checkpoint
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
 checkpoint = choose_start(checkpoints, resume, overwrite, resume_from_step)
 meta = meta_of_same_model(checkpoint, model_config, tokenizer, data) if checkpoint else None
 
-# ---- What the run decides once: horizon, batch, recipe, rates
+# ---- Horizon, batch, recipe, rates. A resumed run keeps its batch, recipe and rates; its horizon is that of this call
 # Rows of a micro-step of all ranks; where they are chosen the same for 1 to 16 ranks, so that the curve is, too.
 rows_at_once = math.lcm(16, world_size) if device_batch_size == -1 else device_batch_size * world_size
 chosen = choose(config, matmul_parameters, flops_per_token, rows_at_once * max_seq_len, meta)
-total_batch_size, num_iterations, recipe = chosen[:3]
+total_batch_size, num_iterations, recipe = chosen.total_batch_size, chosen.num_iterations, chosen.recipe
 if device_batch_size == -1:
     device_batch_size = math.gcd(total_batch_size // (max_seq_len * world_size), 16 if large else 8)
     config["device_batch_size"] = device_batch_size
@@ -143,7 +143,7 @@ config |= recipe._asdict()  # checkpoints and the report show what was chosen
 # ---- Micro-steps. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
 uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
-# The share of the ranks' micro-batches that have rows: 1, or less if the ranks do not divide the batch
+# The share of all ranks' micro-batches that have rows, the same number on each rank: 1 if the ranks divide the batch
 step_places = grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks
 filled = total_batch_size / step_places
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
@@ -160,7 +160,7 @@ if device.type == "cpu" and seconds > month and not meta and config["num_iterati
                     "all the same")
 
 # ---- Weights: drawn in float32, or the checkpoint's; the same on every rank. Units (embedding, block, head) come one
-# by one, and each rank keeps its part of each, as zero_stage says: the whole model need not fit on a device
+# by one, and each rank keeps its part of each, as zero_stage says. The model is never drawn as a whole
 weights = stored_weights(checkpoint) if checkpoint else partial(model.draw, seed=seed)
 model.activation_checkpointing = activation_checkpointing
 if fp8:
@@ -170,7 +170,7 @@ del weights  # with the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
                               recipe.weight_decay * chosen.decay_factor, chosen.rate_factor)
 
-# ---- Resume, exactly: weights, masters, moments, place in the data, smoothed loss
+# ---- Resume, exactly: masters, moments, place in the data (the Session below: smoothed loss)
 data_state = None
 if checkpoint:
     load_training_state(checkpoint, sharding, optimizers)
@@ -185,17 +185,17 @@ train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=to
                                seed=seed, state=data_state)
 eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
-inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
+inputs, targets, data_state = next(train_loader)  # data_state: before the first row of their step
 
 session = Session(checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
-                  rate_scales=chosen[3:], data=data)
+                  rate_scales=(chosen.rate_factor, chosen.decay_factor), data=data)
 metrics = session.metrics
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
 while True:
     step = session.step
 
     # --- checkpoint of the parameters before this step, if one is due. They are also saved if an error, for example in
-    # an evaluation, ends the run before the next update
+    # an evaluation, ends all ranks before the next update (not on zero_stage 3, where that takes working collectives)
     session.save_if_due(data_state=data_state)
     if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
         break
@@ -222,22 +222,22 @@ while True:
                 with eagerly():
                     for prompt in until_stopped(PROMPTS):  # on all ranks: they may have to gather units together
                         print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
-    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+    if metrics.stop_requested:  # meanwhile, on some rank: save, then stop
         continue
     if step >= num_iterations:
         break
 
-    # --- one optimizer step. N ranks share one copy (shard_size; groups of N are replicas, which add up their sums once
-    # a step). Rank r of N on zero_stage 2 holds all weights in model_dtype and, of every unit (embedding, block, head),
-    # 1/N of the float32 masters and of the optimizer's float32 moments.
+    # --- one optimizer step. N ranks share one copy (shard_size; groups of N are replicas). Rank r of N on zero_stage 2
+    # holds all weights in model_dtype and, of every unit (embedding, block, head), 1/N of the float32 masters and of
+    # the optimizer's float32 moments (NorMuon's second moments: whole, of the matrices that r orthogonalizes).
     #   forward   before a unit runs, r waits for its weights, whose all-gather began after the last update
-    #   backward  a unit's gradients are complete -> reduce-scatter, in every micro-step (on stage 1: in the last):
-    #             r receives the sum over the ranks of its 1/N, adds it to its float32 sum, and frees the gradients;
-    #             after the last micro-step r waits for the collectives still under way
+    #   backward  a unit's gradients are complete -> reduce-scatter in float32, in every micro-step (stage 1: the last):
+    #             r receives the sum over the ranks of its 1/N, adds it to its own sum, and frees the gradients; two
+    #             units are under way at most. After the last micro-step replicas add up their sums (all-reduce)
     #   reduce    one all-reduce of six numbers: loss, count (1 for each rank with a loss), squared norm, not
     #             finite?, stop?, save?; r divides loss and gradients by the sum of the counts and clips
-    #   update    AdamW: r updates its 1/N. Muon: the momentum updates of each matrix go to one rank (all-to-all), which
-    #             orthogonalizes the matrix and sends the parts back (all-to-all); then r updates its 1/N
+    #   update    AdamW: r changes its 1/N. Muon: the momentum of each matrix goes to one rank (all-to-all), which
+    #             orthogonalizes the matrix and sends the parts back (all-to-all); then r changes its 1/N
     #   gather    r's 1/N of the new weights -> all-gather, unit by unit, while the next step begins; r frees its sum of
     #             gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
@@ -251,19 +251,19 @@ while True:
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
-    # reduce_and_clip divides loss and gradients by the sum of the counts: 1 for each rank with a loss, or less if some
-    # of its micro-batches are empty. In a pipeline only the last stage has a loss. (Fine-tuning counts targets.)
+    # reduce_and_clip divides loss and gradients by the sum of the counts: `filled` for each rank with a loss. In a
+    # pipeline only the last stage has one. (Fine-tuning counts targets.)
     count = filled if pipeline.is_last else 0.0
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
     lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
     with session.update(stats, lrm):  # an error in here saves nothing: the parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
-        sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
+        sharding.all_gather_params()
 
 # ---- End
 train_loader.close()
-session.end()
+session.end()  # a run that was stopped exits here
 if rank == 0:
     results = {"parameters": f"{parameters:,}", "tokens trained on": f"{total_tokens:,}"}
     session.report("Base model: pretraining", results | metrics.results(), floor=entropy_floor(data))

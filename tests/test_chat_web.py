@@ -785,7 +785,8 @@ class EngineThread(EngineProcess):
         self.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self, code: int) -> None:
-        self.returncode = code
+        if self.returncode is None:     # a process ends once, whatever its other threads say later
+            self.returncode = code
         self.inbox.put(sys.exit)
 
     def kill(self) -> None:

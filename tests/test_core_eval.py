@@ -287,7 +287,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     assert evaluated.returncode == 0, evaluated.stderr
     section = base_folder / "report/sections/sums/d1/base_eval.json"
     report = json.loads(section.read_text())
-    results = report["results"]["base"]
+    results = report["results"]
     assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12) and f"\n{name}: " in evaluated.stdout
     assert [row for row in results if row.startswith("CORE")] == [name, *(f"{name}: {label}" for label in TASKS)]
     last = [record["val/bpb"] for record in records if "val/bpb" in record][-1]
@@ -296,4 +296,4 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     shutil.rmtree(base_folder / "eval_bundle")
     without = run("base_eval")
     assert without.returncode == 0 and without.stdout.count("CORE is left out: no CORE bundle in") == 1, without.stderr
-    assert "CORE" not in json.loads(section.read_text())["results"]["base"], "nor that of the run before"
+    assert "CORE" not in json.loads(section.read_text())["results"], "nor that of the run before"

@@ -1,6 +1,6 @@
 """
-What a run of pretraining decides once, before its first step: horizon, batch, recipe, rates. Its checkpoints keep it:
-a resumed run goes on as it began.
+What a run of pretraining decides before its first step: horizon, batch, recipe, rates. Its checkpoints keep batch,
+recipe and rates, and a resumed run goes on with them; its number of steps follows from the settings of the call.
 """
 import math
 from typing import NamedTuple
