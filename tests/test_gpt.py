@@ -294,6 +294,7 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
             assert counter.frame_count == 6, "before and after once more, without gradients"
 
 
+@torch._dynamo.config.patch(recompile_limit=64)     # monkeypatch would remove the setting at its end
 def test_fine_tuning_compiles_few_graphs_on_a_gpu(monkeypatch):
     """
     The GPU's path on CPU tensors: every kind of block (window or not, value table or not, and the last) once for each
@@ -305,7 +306,6 @@ def test_fine_tuning_compiles_few_graphs_on_a_gpu(monkeypatch):
     model, counter = GPT(GPTConfig(2048, 70, n_layer=6, n_embd=32, n_head=4, n_kv_head=4, **pieces)), CompileCounter()
     model.init_weights(0)
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 64)
     monkeypatch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
     monkeypatch.setattr("nanochat.runtime.compiling.with_compiler", lambda function, dynamic=False: function)
     for block in model.own_blocks():
