@@ -24,7 +24,7 @@ case $(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null) 
     # uv does not read pip's settings, which may name a mirror or a folder of wheels.
     pip_setting() { python3 -m pip config list 2>/dev/null | sed -n "s/.*\.$1='\(.*\)'/\1/p" | head -n 1; }
     export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$(pip_setting index-url)}"
-    export UV_FIND_LINKS="${UV_FIND_LINKS:-$(pip_setting find-links)}"
+    export UV_FIND_LINKS="${UV_FIND_LINKS:-$(pip_setting find-links)}" UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1
     echo "installing into .venv ..."
     .venv/bin/python -c pass 2>/dev/null ||  # there is none, or its Python is gone
         uv venv --quiet --seed --allow-existing --python "${PYTHON:->=3.11,<3.14}" .venv || return 1
