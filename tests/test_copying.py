@@ -183,6 +183,8 @@ def test_what_a_call_can_copy():
     long = question_of("<", "begins here " + "word " * 300 + "and ends", ">")
     assert long.startswith("begins here word") and long.endswith("word and ends") and len(long) <= 1000
     assert set(long.split()) == {"begins", "here", "word", "and", "ends"}
+    unspaced = question_of("<", "开始" + "天" * 500 + "结束", ">")
+    assert unspaced.startswith("开始天") and unspaced.endswith("天结束")
 
 
 def test_a_stop_token_that_does_not_exist_and_a_result_that_nobody_asked_for():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.retrieval import CJK
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, TOOL_CALL
 
 # Limits, as the first token of a call compares every word of the question: 1.4 to 4 ms for the longest question of
@@ -37,7 +38,7 @@ SENTENCE_END = re.compile(r"""
     | [!?؟।] ["”’“»')\]]* (?=\s) | [。！？]["”’」』）]* | $
 """, re.VERBOSE)
 REFUSAL_HEAD = REFUSAL.partition("{}")[0].encode()
-UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]")
+UNSPACED = re.compile(rf"[{CJK}\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\uf900-\ufaff]")
 
 
 class Vocabulary:
@@ -214,7 +215,8 @@ class Copying:
             elif token == vocabulary.assistant_start:
                 start = None
         text = b"\n".join(texts)
-        if len(text) > 2 * MOST_QUESTION:   # cut at blanks, so that no part of a word counts as a word
+        if len(text) > 2 * MOST_QUESTION:
             beginning, end = text[:MOST_QUESTION], text[-MOST_QUESTION:]
-            text = beginning.rpartition(b" ")[0] + b"\n" + end.partition(b" ")[2]
+            # Cut at blanks, so that no part of a word counts as a word; text without blanks between any two characters.
+            text = (beginning.rpartition(b" ")[0] or beginning) + b"\n" + (end.partition(b" ")[2] or end)
         return text.decode(errors="ignore").rstrip()
