@@ -1,5 +1,6 @@
 """Conversations: what is accepted, the tokens they become, which of them are trained, and the rows they fill."""
 import random
+import os
 import re
 from collections import Counter
 
@@ -10,6 +11,7 @@ from nanochat.data.conversation import check_conversation, recent, render, rende
 from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, pack, shuffled
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.processes import in_processes
 
 TOKENIZER = Tokenizer([])  # bytes and special tokens only: every token can be read
 
@@ -119,6 +121,27 @@ def test_how_many_answers_are_learned_is_said(capsys):
     RenderedConversations([*long, too_long], TOKENIZER, 120)
     line = capsys.readouterr().out
     assert "480 of 481 answers are learned" in line and "; 1 are too long even alone and left out" in line
+
+
+def test_rendering_in_several_processes_is_the_same_and_reports_errors(monkeypatch, capsys):
+    """Long results, and an error in a process that is not this one."""
+    rendered = []
+    for threads in (1, 3):
+        monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+        rendered.append(RenderedConversations(some(2000), TOKENIZER, 30))
+    said_by = capsys.readouterr().out.splitlines()
+    assert rendered[0].fingerprint == rendered[1].fingerprint and len(said_by) == 2 and said_by[0] == said_by[1]
+
+    def work(item: int) -> int:
+        if item == 2:
+            raise UserError("not 2")
+        return item * os.getpid()
+
+    assert in_processes(work, [1]) == [os.getpid()] and len({*in_processes(work, [1, 1, 1])}) == 3
+    with pytest.raises(UserError, match="not 2"):
+        in_processes(work, [1, 1, 2])
+    with pytest.raises(RuntimeError, match="ended"):
+        in_processes(lambda item: item or os.kill(os.getpid(), 9), [1, 0])
 
 
 def test_the_prompt_is_what_comes_before_the_answer():

@@ -9,9 +9,11 @@ import heapq
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanochat.data.batch_shape import BatchShape
@@ -22,10 +24,35 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import concatenate_parts, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.processes import in_processes
 from nanochat.runtime.progress import progress
 
 Rows = list[list[int]]      # of each row the numbers of its conversations (below: also a part of a long one)
 BUFFER_CONVERSATIONS = 512  # best fit chooses among these; more fill rows better, and keep the shuffled order less
+
+
+def render_share(
+    conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int, share: range
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """
+    (ids, masks, lengths, counts) of the conversations of these numbers; counts: how many of them are split, and how
+    many answers are too long.
+    """
+    # Together with the masks 5 bytes a token; lists of integers would take several times as much.
+    ids = array("i")
+    masks = bytearray()
+    lengths = []
+    split = too_long = 0
+    for index in progress(share, "rendering", "conversations"):
+        parts, left_out = render_parts(tokenizer, conversations[index], max_tokens)
+        split += len(parts) > 1
+        too_long += left_out
+        for rendered in parts:
+            ids.extend(rendered.ids)
+            masks += bytes(rendered.mask)
+            lengths.append(len(rendered.ids))
+    return (np.frombuffer(ids, np.int32), np.frombuffer(masks, bool), np.array(lengths, np.int64),
+            np.array([split, too_long]))
 
 
 class RenderedConversations:
@@ -38,25 +65,16 @@ class RenderedConversations:
                  name: str = "training"):
         rank, ranks = rank_and_size()
         count = len(conversations)
+        # A rank has the processor's threads for its own; GPUs have a rank each, and no process is copied beside one.
+        workers = torch.get_num_threads() if not torch.cuda.is_available() else 1
         # Mixtures are shuffled, so equal shares are about equal work.
-        share = range(count * rank // ranks, count * (rank + 1) // ranks)
-        # Together with the masks 5 bytes a token; lists of integers would take several times as much.
-        ids = array("i")
-        masks = bytearray()
-        lengths = []
-        split = too_long = 0
-        for index in progress(share, "rendering", "conversations"):
-            parts, left_out = render_parts(tokenizer, conversations[index], max_tokens)
-            split += len(parts) > 1
-            too_long += left_out
-            for rendered in parts:
-                ids.extend(rendered.ids)
-                masks += bytes(rendered.mask)
-                lengths.append(len(rendered.ids))
-        self.ids = concatenate_parts(np.frombuffer(ids, np.int32))
-        self.masks = concatenate_parts(np.frombuffer(masks, bool))
-        self.lengths = concatenate_parts(np.array(lengths, np.int64))
-        split, too_long = concatenate_parts(np.array([[split, too_long]])).sum(0)
+        bounds = [count * part // (ranks * workers) for part in range(rank * workers, (rank + 1) * workers + 1)]
+        shares = [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+        rendered = in_processes(partial(render_share, conversations, tokenizer, max_tokens), shares)
+        # ids, masks, lengths; how many conversations are split, and how many answers are too long
+        of_rank = [np.concatenate(arrays) for arrays in zip(*rendered)]
+        self.ids, self.masks, self.lengths, counts = map(concatenate_parts, of_rank)
+        split, too_long = counts.reshape(-1, 2).sum(0)
         if not len(self):
             raise UserError(f"none of the {count} conversations can be trained on: "
                             f"an answer must fit into max_seq_len={max_tokens - 1}")
