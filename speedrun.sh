@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # From an empty machine to a model you can talk to, evaluated at every stage, and its report: the commands for eight
-# H100s, four hours. Other GPUs change six variables; without a GPU runs/cpu.sh follows, a quarter of an hour.
+# H100s, four hours. Other GPUs change six variables; without a GPU runs/cpu.sh follows, six to ten minutes.
 #
 #     bash speedrun.sh                # after anything went wrong again: no finished step is repeated, training goes on
 #     bash speedrun.sh --chat --folder=~/notes    # opens the chat page at the end; it looks things up in your files
-#     bash speedrun.sh --full         # the whole recipe also on a CPU that takes more than half an hour for it
+#     bash speedrun.sh --full         # on a CPU: twice the layers, three times the minutes, every stage evaluated
 #     bash speedrun.sh --rehearse     # every stage in small, on GPUs after three steps of the real model
 #     PRICE=2.5 bash speedrun.sh --plan=8,H100,80    # only shows the commands for 8 H100 of 80 GB, hours and dollars
 set -euo pipefail
-chat="" folder="" full=False rehearsal="" plan="" show=""
+chat="" folder="" depth=2 rehearsal="" plan="" show=""
 for argument in "$@"; do
     case $argument in
-        --chat) chat=yes ;; --full) full=True ;; --rehearse) rehearsal=rehearsal ;;
+        --chat) chat=yes ;; --full) depth=4 ;; --rehearse) rehearsal=rehearsal ;;
         -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
         --folder=?*) folder=${argument#*=} folder=${folder/#\~/$HOME}; [[ $folder == /* ]] || folder=$PWD/$folder
             [ -e "$folder" ] || { echo "error: no folder $folder: expected .txt, .md, … files" >&2; exit 2; } ;;

@@ -1,10 +1,10 @@
-# The assistant of a laptop: the embedded world and Python's own documentation, without downloads, in a quarter of an
-# hour on two cores. speedrun.sh sources this file where there is no GPU. To paste its commands, begin with
+# The assistant of a laptop: the embedded world and Python's own documentation, without downloads, in six to ten minutes
+# on two cores. speedrun.sh sources this file where there is no GPU. To paste its commands, begin with
 #     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
-python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/cpu" --full="${full:-False}"  # says how long it takes
-. "$NANOCHAT_BASE_DIR/once/cpu"  # DEPTH=4, or 2 where that takes more than half an hour
+DEPTH=${depth:-2}  # 4 with --full
+python -m scripts.choose_size --depth=$DEPTH  # says how long it takes
 tag=assistant-d$DEPTH made=report/sections/tinyworld/assistant-d$DEPTH
-batch="--device_batch_size=16 --total_batch_size=4096 --eval_tokens=32768 --save_every=100 --keep_last=2"
+batch="--total_batch_size=4096 --device_batch_size=8 --eval_tokens=32768 --save_every=100 --keep_last=2"
 # ---- The base model: text, what the assistant will look up, tokens, training, evaluation
 once data-tinyworld -- python -m scripts.dataset --source=tinyworld
 once library -- python -m scripts.library --source=python
@@ -14,7 +14,7 @@ once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/
 # Four heads of 64 learn to copy sooner than two of 128; on text alone they were worse (docs/ablations.md).
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
     python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=auto --depth=$DEPTH \
-    --arch=modern,head_dim=64 --max_seq_len=256 --num_iterations=500 --eval_every=100 $batch
+    --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=500 --eval_every=100 $batch
 once base_eval-$tag --needs base_checkpoints/$tag --makes $made/base_eval.json -- \
     python -m scripts.base_eval --model_tag=$tag --core_metric_max_per_task=0 --eval_tokens=65536
 # ---- The assistant: each stage begins with the model of the stage before, and is judged by held-out problems

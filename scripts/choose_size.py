@@ -1,7 +1,7 @@
 """
-How large a model speedrun.sh trains on this machine: hours, cost, and the variables of its commands.
+How large a model speedrun.sh trains on this machine, how long that takes, and what it costs.
 
-    python -m scripts.choose_size                     # for what is here
+    python -m scripts.choose_size                     # for what is here; on a CPU the minutes of runs/cpu.sh
     python -m scripts.choose_size --plan=8,H100,80    # for GPUs that are not here
     python -m scripts.choose_size --file=FILE         # as speedrun.sh does: the variables are kept in FILE
 
@@ -9,10 +9,10 @@ Depth and rows that FILE has stay as they are: a run that goes on, perhaps on an
 """
 from configurator import configure
 
-file = ""                   # for RANKS, DEPTH, …, of which RANKS is 0 on a CPU; empty: they are printed
+file = ""                   # for RANKS, DEPTH, …; empty: they are printed
 plan = ""                   # 8,H100,80: GPUs to choose for, instead of those that are here
 price = 2.5                 # [0..] dollars per GPU and hour
-full = False                # depth 4 on any CPU, however long that takes
+depth = 2                   # [1..] of a CPU's model; that of GPUs is chosen
 configure(globals())
 
 import importlib.util
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.choice import DISK, MAX_HOURS, MFU, SHARDS, VOCAB_SIZE, parse_gpus, pretraining
+from nanochat.plan.choice import DISK, MAX_HOURS, MFU, SHARDS, VOCAB_SIZE, cpu_minutes, parse_gpus, pretraining
 from nanochat.plan.memory import GIB, largest_rows
 from nanochat.plan.step_trial import rows_that_train, try_steps
 from nanochat.runtime.compiling import has_compiler
@@ -47,25 +47,12 @@ gpus, gpu, memory = parse_gpus(plan) if plan else (torch.cuda.device_count(), ""
 device = torch.device("cuda" if plan else choose_device_type(""))
 dtype = torch.bfloat16 if plan else compute_dtype("auto", device)
 
-# ---- A CPU: depth 4, or 2 where that takes more than half an hour
+# ---- A CPU: nothing is chosen, and the time follows from a step
 if not gpus:
-    if kept and not full:
-        raise SystemExit(0)
-    for depth, words in ((4, "on this machine this will take"), (2, "a smaller model instead, in")):
-        if full:
-            break
-        config = config_from_depth(depth, 4096, 256, arch="modern")
-        times = try_steps(config, 16, dtype, device.type, has_compiler(device.type))
-        # All stages take about as long as 3,600 steps, and three minutes more. Other processes, such as an installation
-        # that ends soon, decide nothing.
-        alone, busy = (3 + round(ms) * 3600 // 60000 for ms in times)
-        beside = f" once other processes have ended (beside them, as now, {busy})" if busy >= alone * 5 // 4 else ""
-        print(f"{words} about {alone} minutes{beside}")
-        if alone <= 30:
-            break
-    else:
-        print("bash speedrun.sh --full trains the larger one")
-    keep(f"RANKS=0 DEPTH={depth}")
+    config = config_from_depth(depth, 4096, 512, arch="modern,head_dim=64")
+    alone, busy = (cpu_minutes(ms) for ms in try_steps(config, 8, dtype, device.type, has_compiler(device.type)))
+    beside = f" once other processes have ended (beside them, as now, {busy:.0f})" if busy >= alone * 1.25 else ""
+    print(f"on this machine this will take about {alone:.0f} minutes{beside}")
     raise SystemExit(0)
 
 # ---- GPUs: the largest depth that fits and is pretrained within half a day, or the smallest however long it takes

@@ -15,6 +15,7 @@ from conftest import REPO, run_module, warm_python
 from ranks import run_as_main
 from test_runs import problems
 
+from nanochat.plan.choice import CPU_STEPS, cpu_minutes
 from nanochat.plan.memory import GIB
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import SPEC, TASKS
@@ -149,8 +150,7 @@ def stand_in(folder: Path, gpus: int, chosen: str, three_steps: str = ":") -> No
     copy_scripts(folder)
     write_python(folder, f"""case "$*" in
     *device_count*) echo {gpus} ;;
-    *choose_size*) mkdir -p "$NANOCHAT_BASE_DIR/once"; echo "{chosen}" | tee "$NANOCHAT_BASE_DIR/once/gpus" > \\
-        "$NANOCHAT_BASE_DIR/once/cpu" ;;
+    *choose_size*) mkdir -p "$NANOCHAT_BASE_DIR/once"; echo "{chosen}" > "$NANOCHAT_BASE_DIR/once/gpus" ;;
     *) echo "$@" >> calls ;;
 esac
 case "$*" in *--num_iterations=3*) {three_steps} ;; esac
@@ -280,13 +280,13 @@ def choose(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("nanochat.runtime.flops.peak_flops", lambda *_: peak)
         monkeypatch.setattr("nanochat.plan.step_trial.rows_that_train", lambda most, config, *_, checkpointing, ranks:
                             min(rows(config.n_layer, checkpointing), most))
-        times = {4: [ms, busy * ms], 2: [ms / 3, busy * ms / 3]}
-        monkeypatch.setattr("nanochat.plan.step_trial.try_steps", lambda config, *_: times[config.n_layer])
+        monkeypatch.setattr("nanochat.plan.step_trial.try_steps", lambda config, *_: [
+            config.n_layer * ms, config.n_layer * busy * ms])
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free_gib * GIB))
-        file = tmp_path / ("gpus" if gpus else "cpu")
+        file = tmp_path / "gpus"
         with contextlib.suppress(SystemExit):
             run_as_main("scripts.choose_size", [f"--file={file}", *arguments])
-        return file.read_text().strip(), capsys.readouterr().out
+        return file.read_text().strip() if gpus else "", capsys.readouterr().out
 
     return call
 
@@ -319,19 +319,13 @@ def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
     assert not (tmp_path / "gpus").exists()
 
 
-def test_a_slow_cpu_trains_a_smaller_model_unless_asked_for_all(choose, tmp_path):
-    """A step of depth 4 takes so many milliseconds if nothing else runs, and more as the machine is."""
-    large, small = "RANKS=0 DEPTH=4", "RANKS=0 DEPTH=2"
-    assert choose(ms=400, busy=6) == (large, "on this machine this will take about 27 minutes once other processes "
-                                             "have ended (beside them, as now, 147)\n")
-    assert choose(ms=9000) == (large, ""), "it goes on as it began"
-    (tmp_path / "cpu").unlink()
-    variables, out = choose(ms=2500)
-    assert variables == small and "about 153 minutes\n" in out
-    assert out.endswith("smaller model instead, in about 52 minutes\nbash speedrun.sh --full trains the larger one\n")
-    assert choose(ms=450)[0] == small, "now as fast"
-    assert choose("--full", ms=3000)[0] == large
-    assert choose(ms=3000)[0] == large, "what was asked for last goes on"
+def test_how_long_a_cpu_takes(choose):
+    """A step takes so many milliseconds a layer if nothing else runs, and more as the machine is."""
+    assert cpu_minutes(300) - cpu_minutes(200) == pytest.approx(CPU_STEPS / 600)
+    first = f"on this machine this will take about {cpu_minutes(200):.0f} minutes"
+    assert choose(ms=100, busy=1.2)[1] == f"{first}\n"
+    assert choose("--depth=4", ms=50, busy=9)[1] == (
+        f"{first} once other processes have ended (beside them, as now, {cpu_minutes(1800):.0f})\n")
 
 
 # ---- A real run

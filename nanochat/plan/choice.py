@@ -18,6 +18,9 @@ VOCAB_SIZE = 32768
 DISK = {24: 200, 20: 130, 16: 80, 12: 45}
 # Shards of about 250 million characters, 4.7 a token: a tenth more than one pass.
 SHARDS = {24: 125, 20: 75, 16: 40, 12: 20}
+# runs/cpu.sh: seconds that do not depend on the model, and how many steps of pretraining the others are worth.
+CPU_SECONDS = 100
+CPU_STEPS = 2000
 MEMORY = {  # GB of GPUs that are sold with one size only
     "H100": 80, "H200": 141, "GH200": 96, "B200": 180, "MI300X": 192, "A10": 24, "A10G": 24, "L4": 24, "RTX 3090": 24,
     "RTX 4090": 24, "RTX 5090": 32, "A40": 48, "L40S": 48,
@@ -48,6 +51,11 @@ def pretraining(
     flops_per_token = model.estimate_flops()
     hours = steps * total_batch_size * flops_per_token / (ranks * rate) / 3600
     return Pretraining(flops_per_token, total_batch_size, micro_steps, steps, hours)
+
+
+def cpu_minutes(step_ms: float) -> float:
+    """What runs/cpu.sh takes where a step of pretraining takes step_ms milliseconds."""
+    return (CPU_SECONDS + CPU_STEPS * step_ms / 1000) / 60
 
 
 def parse_gpus(plan: str) -> tuple[int, str, float]:
