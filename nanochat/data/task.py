@@ -20,7 +20,7 @@ class Task(Sequence):
     name = ""                                                    # its row in the report
     eval_type: Literal["categorical", "generative"] | None = None  # how it is measured; None: only to train on
     held_out = True                                              # its test split is not trained on
-    library: str | None = None                                   # file that answers look into; None: Python's
+    library: Any = None         # what answers look into: a file, an object with lookup and search; None: Python's
 
     def conversation(self, index: int) -> Conversation:
         """Conversation 0 <= index < len(self): a pure function of the task and the index."""

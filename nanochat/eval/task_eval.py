@@ -14,7 +14,7 @@ from nanochat.eval.loss_eval import collate, group_by_length, target_row
 from nanochat.inference.detokenizer import answer_text
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import open_tools
+from nanochat.inference.tools import Tools, open_tools
 from nanochat.model.gpt import GPT
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.compiling import eagerly
@@ -71,7 +71,9 @@ def generate_answers(
     """num_samples answers to each of these problems of a task; a problem's index seeds its samples."""
     prompts = [render_prompt(tokenizer, task[index]) for index in indices]
     seeded = [seed_with(sampling, index) for index in indices]
-    engine = Engine(model, tokenizer, batch_size, tools=open_tools(task.library, copying))
+    library = task.library
+    tools = open_tools(library, copying) if isinstance(library, str | None) else Tools(library, copying)
+    engine = Engine(model, tokenizer, batch_size, tools=tools)
     answers = engine.generate(prompts, seeded, num_samples, truncate=True)
     return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 

@@ -22,6 +22,7 @@ from nanochat.tasks.hub import SmolTalk
 from nanochat.tasks.humaneval import HumanEval
 from nanochat.tasks.lookup import Lookup, Tokens
 from nanochat.tasks.multiple_choice import ARC, MMLU
+from nanochat.tasks.notes import ARGUMENTS, Notes
 from nanochat.tasks.python_questions import Pydoc
 from nanochat.tasks.run import Run
 from nanochat.tasks.spellingbee import generated_words, real_words
@@ -50,6 +51,7 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
     "run": (Run, ("", "tool")),
     "lookup": (partial(Lookup, "lookup"), ("", "true", "unknown", "talk", "FILE")),
     "search": (partial(Lookup, "search"), ("", "true", "unknown", "FILE")),
+    "notes": (Notes, ARGUMENTS),
     "tokens": (Tokens, ("FILE",)),
     "json": (CustomJSON, ("FILE",)),
     "after": (after, ("FILE",)),
@@ -114,7 +116,7 @@ def task_names(specs: str) -> set[str]:
 
 def never_looks_up(specs: str, library: str | None) -> str:
     """A warning if a model is given a library, but none of the tasks that it was trained on teaches it to look up."""
-    if library is None or task_names(specs) & {"lookup", "search"}:
+    if library is None or task_names(specs) & {"lookup", "search", "notes"}:
         return ""
     return (f"warning: this model was never taught to look things up: no lookup or search among its tasks "
             f"({specs or 'none are known'}); unless your own conversations do it, train with "

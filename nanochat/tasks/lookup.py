@@ -116,7 +116,8 @@ class Tokens(Lookup):
 
     def passage(self, index: int, rng: StableRandom) -> tuple[str, str]:
         # A name has no quotation marks, because the call puts it between them.
-        name = re.sub(r"[^\w .-]", "", self.draw(rng, 2, 2))
+        # No blank is left at its ends, where quotation marks stood: a call ends with a word.
+        name = re.sub(r"[^\w .-]", "", self.draw(rng, 2, 2)).strip()
         text = self.draw(rng, 4, 12)
         if not rng.below(3):
             # A stretch of tokens comes again and goes on differently: copying must not jump from one to the other.

@@ -1,0 +1,169 @@
+"""
+Questions in other languages than English about a folder of notes: needs no download.
+
+    "Wo liegt der Schlüssel im Keller?"   [search(" Schlüssel im Keller")] "Der Schlüssel hängt am Haken."
+
+    notes            what is asked about is found, and quoted
+    notes:unknown    nothing is found: the language's refusal, which names nothing, so that no name has to be inflected
+    notes:talk       small talk: one sentence says what the model can do
+    notes:de, notes:de:unknown, notes:de:talk    the same in one language; without one, all languages in turn
+
+What a language needs is in notes_XX.toml. Notes need not answer the question: only copying helps, as in the task
+lookup. Ways to ask and words are divided between the splits by their own text; in the test split half of the questions
+use ways of training.
+"""
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from nanochat.corpus.tinyworld import capital
+from nanochat.data.conversation import Conversation
+from nanochat.data.stable_random import StableRandom
+from nanochat.data.task import Task
+from nanochat.inference.retrieval import Library, Passage
+from nanochat.inference.tools import NOTHING
+from nanochat.tasks.common import read_texts, single_turn, split_of, stable_hash
+from nanochat.tasks.lookup import SENTENCE, TEXTS, draw_name, draw_text
+
+LANGUAGES = ("de", "es", "fr", "ja", "ru", "zh")
+KINDS = ("", "unknown", "talk")
+ARGUMENTS = tuple(f"{language}:{kind}".strip(":") for language in ("", *LANGUAGES) for kind in KINDS)
+SIZES = {"train": 30_000, "test": 300}
+MARKS = " ?？.。!！¿¡"
+
+
+class Notes(Task):
+    """argument: one of ARGUMENTS."""
+    eval_type = "generative"
+
+    def __init__(self, argument: str, split: str) -> None:
+        self.name = f"Notes {argument}".rstrip()
+        self.key = f"notes:{argument}:{split}"
+        self.split = split
+        self.languages = [language for language in LANGUAGES if language in argument.split(":")] or LANGUAGES
+        self.kind = argument.split(":")[-1]
+        if self.kind not in KINDS:
+            self.kind = ""
+        if split == "test":
+            self.library = Folder({} if self.kind else {item["asked"]: item["right"][-1] for item in self})
+
+    def __len__(self) -> int:
+        return SIZES[self.split]
+
+    def conversation(self, index: int) -> Conversation:
+        """One question in eight comes after another one."""
+        rng = StableRandom(f"{self.key}:{index}")
+        language = self.languages[index % len(self.languages)]
+        before = [] if rng.below(8) else draw_turn(rng, language, rng.choice(KINDS), "train")["messages"]
+        last = draw_turn(rng, language, self.kind, self.split)
+        return last | {"messages": before + last["messages"]}
+
+    def evaluate(self, conversation: Conversation, answer: str) -> bool:
+        """To the letter: the note, or its first sentences; the refusal; the sentence for small talk."""
+        return " ".join(answer.split()) in conversation["right"]
+
+
+class Folder:
+    """The notes of a test split in place of a library. A note is found by all words that are asked, and any others."""
+
+    def __init__(self, notes: dict[str, str]) -> None:
+        self.notes = notes
+
+    def search(self, words: str) -> Passage | None:
+        found = [asked for asked in self.notes if all(word in words for word in asked.split())]
+        return Passage("", self.notes[max(found, key=len)], "") if found else None
+
+    lookup = search
+
+
+def draw_turn(rng: StableRandom, language: str, kind: str, split: str) -> Conversation:
+    """A question and its answer, what is "asked" about, and all "right" answers."""
+    texts = texts_of(language)
+    tool = "talk" if kind == "talk" else rng.choice(("lookup", "search", "search"))
+    head, asked, tail = ask(rng, language, tool, split)
+    question = head + asked + tail
+    if kind == "talk":
+        return single_turn(question, texts["talk_answer"]) | {"right": [texts["talk_answer"]]}
+    found, answer = NOTHING, texts["unknown"]
+    right = [answer]
+    if not kind:
+        # The same note for the same words, which may be asked twice.
+        found = answer = draw_note(StableRandom(f"note:{asked}"), language)
+        right = list(accumulate(SENTENCE.findall(found)))
+    # A blank before the first word belongs to its token.
+    blank = " " if head.endswith(" ") else ""
+    return single_turn(question, answer, [(f'{tool}("{blank}{asked}")', found)]) | {"right": right, "asked": asked}
+
+
+def ask(rng: StableRandom, language: str, name: str, split: str) -> tuple[str, str, str]:
+    """A question in one of the ways of that name: the words that are looked up, those before and those after them."""
+    side = "train" if name != "talk" and rng.below(2) else split
+    ways = ways_of(language, name, side)
+    head, asked, tail = rng.choice(ways)
+    # Ways begin, ask and end like others: the model learns that any words can stand between any others.
+    if asked and split == "train":
+        asked = asked if rng.below(4) else rng.choice(ways)[1]
+        tail = tail if rng.below(4) else rng.choice(ways)[2]
+    words = Words(rng, language, split)
+    head, asked, tail = (part.format_map(words) for part in (head, asked, tail))
+    if not rng.below(4):
+        head, tail = head.lstrip(MARKS), tail.rstrip(MARKS)
+    if not rng.below(6):
+        head, asked, tail = head.lower(), asked.lower(), tail.lower()
+    if not rng.below(8):
+        head = rng.choice(texts_of(language)["greetings"]) + head
+    return head, asked, tail
+
+
+def draw_note(rng: StableRandom, language: str) -> str:
+    """One or two sentences; one note in six is English."""
+    if not rng.below(6):
+        return draw_text(rng)
+    texts, words = texts_of(language), Words(rng, language, "train")
+    ways = texts["notes"].splitlines()
+    sentences = [capital(rng.choice(ways).format_map(words)) for _ in range(1 + rng.below(3) // 2)]
+    return (" " if " " in texts["unknown"] else "").join(sentences)
+
+
+class Words(dict):
+    """Words for the slots of a template, as notes_de.toml lists them; a slot gets another one each time."""
+
+    def __init__(self, rng: StableRandom, language: str, split: str) -> None:
+        self.rng, self.language, self.split = rng, language, split
+
+    def __missing__(self, kind: str) -> str:
+        rng = self.rng
+        if kind == "d":
+            return rng.choice("0123456789")
+        if kind == "x":
+            return draw_name(rng, self.split)
+        # One word in four is of random letters: any word can be asked about.
+        if kind == "w" or kind in "nvp" and not rng.below(4):
+            letters = texts_of(self.language)["letters"]
+            return "".join(rng.choice(letters) for _ in range(3 + rng.below(4)))
+        return rng.choice(words_of(self.language, kind, self.split))
+
+
+# ---- A language's texts, the ways and words of a split
+
+@cache
+def texts_of(language: str) -> dict[str, Any]:
+    return read_texts(f"notes_{language}")
+
+
+@cache
+def ways_of(language: str, name: str, split: str) -> list[tuple[str, str, str]]:
+    """Each way in three parts: before [, between the brackets, after ]; all is the last part where there are none."""
+    ways = []
+    for way in texts_of(language)[name].splitlines():
+        head, _, rest = way.rpartition("[")
+        asked, _, tail = rest.rpartition("]")
+        if split_of(way, 6) == split:
+            ways.append((head, asked, tail))
+    return ways
+
+
+@cache
+def words_of(language: str, kind: str, split: str) -> list[str]:
+    """The words of a kind; _ stands for a blank in one."""
+    return [word.replace("_", " ") for word in texts_of(language)[kind].split() if split_of(word, 6) == split]
