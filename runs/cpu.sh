@@ -28,13 +28,13 @@ once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/m
     --tasks="tinyworld, tinyworld[:5000], after:lookup+arithmetic[:700], after:search+spellingbee[:700],
         after:lookup+tinyworld[:600], after:lookup+tinyworld:identity[:300], after:arithmetic+lookup[:400],
         after:tinyworld+search[:300], arithmetic[:4000], spellingbee[:3000], spellingbee:hand[:7000],
-        words:tinyworld[:4500], run[:8000], lookup[:8000], lookup:unknown[:2000], lookup:talk[:2500], search[:8000],
+        words:tinyworld[:4500], run[:13000], lookup[:7500], lookup:unknown[:2000], lookup:talk[:2500], search[:8000],
         search:unknown[:4500], notes[:5000], notes:unknown[:1500], notes:talk[:2000]"
 once chat_eval-mid-$tag --needs mid_checkpoints/$tag --makes $made/chat_eval_mid.json -- \
     "${judge[@]}" --source=mid --max_problems=100
 once rl-$tag --needs mid_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat_rl.json -- \
-    python -m scripts.chat_rl --source=mid --model_tag=$tag --resume=auto --task="run[18000:]" --num_iterations=80 \
-    --init_lr_frac=0.3 --num_samples=8 --max_new_tokens=80 --device_batch_size=16 --eval_every=80 \
+    python -m scripts.chat_rl --source=mid --model_tag=$tag --resume=auto --task="run[18000:]" --num_iterations=100 \
+    --init_lr_frac=0.3 --num_samples=8 --max_new_tokens=80 --device_batch_size=16 --eval_every=100 \
     --eval_examples=200 --eval_samples=1 --save_every=20 --keep_last=2
 once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- \
     "${judge[@]}" --source=rl --max_problems=400
