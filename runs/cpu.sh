@@ -27,9 +27,9 @@ once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/m
     python -m scripts.mid_train --model_tag=$tag --resume=auto --eval_every=500 --warmdown_ratio=1 $batch $keep \
     --tasks="tinyworld, tinyworld[:5000], after:lookup+arithmetic[:700], after:search+spellingbee[:700],
         after:lookup+tinyworld[:600], after:lookup+tinyworld:identity[:300], after:arithmetic+lookup[:400],
-        after:tinyworld+search[:300], arithmetic[:4000], spellingbee[:3000], spellingbee:hand[:7000],
-        words:tinyworld[:4500], run[:13000], lookup[:7500], lookup:unknown[:2000], lookup:talk[:2500], search[:8000],
-        search:unknown[:4500], notes[:5000], notes:unknown[:1500], notes:talk[:2000]"
+        after:tinyworld+search[:300], arithmetic[:4000], spellingbee[:3000], spellingbee:hand[:9000],
+        words:tinyworld[:6500], run[:13000], lookup[:7500], lookup:unknown[:2000], lookup:talk[:2000], search[:8000],
+        search:unknown[:5500], notes[:5000], notes:unknown[:1500], notes:talk[:3000]"
 once chat_eval-mid-$tag --needs mid_checkpoints/$tag --makes $made/chat_eval_mid.json -- \
     "${judge[@]}" --source=mid --max_problems=100
 once rl-$tag --needs mid_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat_rl.json -- \

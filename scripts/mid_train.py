@@ -93,7 +93,9 @@ rows = pack(conversations.lengths.tolist(), shuffled(len(conversations), seed, e
 print0(f"{len(rows):,} rows, {len(conversations.ids) / (len(rows) * (max_seq_len + 1)):.1%} filled")
 steps = chunks(rows, rows_per_step)
 num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, shape)
-held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
+# A conversation has more than seven tokens, so these are enough of them.
+some_tasks = val_tasks[: max(eval_tokens // 7, 1)]
+held_out = RenderedConversations(some_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
 held_out_rows = pack(held_out.lengths.tolist(), shuffled(len(held_out), seed=0, epoch=0), max_seq_len + 1)
 held_out_steps = shape.micro_steps(held_out_rows[: max(eval_tokens // max_seq_len, 1)])
 
