@@ -24,7 +24,7 @@ configure(globals())
 import math
 
 from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.tinyworld import PROMPTS, entropy_floor, held_out_questions, validation_documents
+from nanochat.corpus.tinyworld import entropy_floor, held_out_questions, sample_prompts, validation_documents
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader, validation_rows
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
@@ -76,9 +76,9 @@ elif core_metric_max_per_task:
         print0(f"  {label}: {score:.4f}")
     print0(f"{core_title}: {core:.4f}")
 
-# --- the usual prompts, greedily
+# --- samples: how the data's documents go on, greedily
 rows = []
-for prompt in PROMPTS:
+for prompt in sample_prompts(data):
     text = sample(model, tokenizer, prompt, max_tokens=32)
     print0(f"  {prompt}{text}")
     rows.append([prompt, cell(text)])

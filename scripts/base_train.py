@@ -69,7 +69,7 @@ import torch
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
+from nanochat.corpus.tinyworld import entropy_floor, sample_prompts
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader, validation_rows
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
@@ -220,7 +220,8 @@ while True:
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if show_samples:
                 with eagerly():
-                    for prompt in until_stopped(PROMPTS):  # on all ranks: they may have to gather units together
+                    # On all ranks: they may have to gather units together.
+                    for prompt in until_stopped(sample_prompts(data)):
                         print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
     if metrics.stop_requested:  # meanwhile, on some rank: save, then stop
         continue

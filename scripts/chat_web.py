@@ -105,7 +105,7 @@ for stage in sources:
         tools=tools,
         workers=[Worker(partial(load, number)) for number in range(workers)],
         chats=stage != "base",
-        examples=example_questions(specs),
+        examples=example_questions(specs, library=tools.library),
     ))
 
 hosts = names(allowed_hosts)

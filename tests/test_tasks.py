@@ -31,7 +31,7 @@ from nanochat.tasks.common import last_number, single_turn
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity",
             "after:lookup+tinyworld:identity", "pydoc", "pydoc:known", "run", "run:tool", "lookup", "lookup:unknown",
-            "lookup:talk", "search", "search:unknown")
+            "lookup:talk", "search", "search:unknown", "notes", "notes:unknown", "notes:talk", "notes:de")
 
 
 class Numbers(Task):

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
+from conftest import make_sums
 
 from nanochat.corpus import tinyworld
 from nanochat.corpus.make_dataset import make
@@ -200,6 +201,15 @@ def test_the_prompts_open_a_document_and_only_with_the_expected_answer():
             assert len({told(f"{prompt} {color}, says Ana.")[0] for color in SLOTS["c"]}) == 1
         else:
             assert len(told(f"{prompt} {answer}.")) == 1 and told(f"{prompt} Lyon.") == []
+
+
+def test_samples_of_other_data_begin_as_its_held_out_documents_do(base_folder):
+    make_sums(base_folder, 60, "{i} 加 {i} 等于 {twice}，这是很短的一句话。{twice} and more words")
+    texts = list(iter_texts("sums", "val"))
+    prompts = tinyworld.sample_prompts("sums")
+    assert len(prompts) == min(6, len(texts)) > 0
+    for prompt, text in zip(prompts, texts):
+        assert text.startswith(f"{prompt} ") and text != prompt
 
 
 def test_what_is_held_out_never_occurs_and_has_no_probability():

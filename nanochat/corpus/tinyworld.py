@@ -18,6 +18,7 @@ import string
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -274,3 +275,12 @@ def entropy_floor(data: str) -> float | None:
     if documents is None:
         return None
     return sum(made.bits for made in documents) / sum(len(made.text.encode()) for made in documents)
+
+
+def sample_prompts(data: str, count: int = 6) -> list[str]:
+    """How samples of a model begin: the prompts of the embedded world, or beginnings of other data's held-out texts."""
+    if load_manifest(data)["source"] == "tinyworld":
+        return list(PROMPTS)
+    # Whole words, or ten characters of a script without blanks.
+    texts = (" ".join(text[:200].split())[:40] for text in iter_texts(data, "val"))
+    return [text.rpartition(" ")[0] or text[:10] for text in islice(filter(None, texts), count)]

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 
 from nanochat.data.task import Task
+from nanochat.inference.retrieval import Library
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.tasks.arithmetic import Arithmetic
 from nanochat.tasks.common import After, Mixture
@@ -22,7 +23,7 @@ from nanochat.tasks.hub import SmolTalk
 from nanochat.tasks.humaneval import HumanEval
 from nanochat.tasks.lookup import Lookup, Tokens
 from nanochat.tasks.multiple_choice import ARC, MMLU
-from nanochat.tasks.notes import ARGUMENTS, Notes
+from nanochat.tasks.notes import ARGUMENTS, LANGUAGES, Notes, title_questions
 from nanochat.tasks.python_questions import Pydoc
 from nanochat.tasks.run import Run
 from nanochat.tasks.spellingbee import generated_words, real_words
@@ -58,6 +59,7 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
 }
 # Example questions come from these: they need no download, and show nothing of a user's own data.
 GENERATED = ("arithmetic", "lookup", "pydoc", "run", "search", "spellingbee", "tinyworld")
+LOOKING_UP = {"lookup", "search", "notes"}  # tasks that teach a model to use a library
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?"
                   r"(\[(?P<start>\d*):(?P<stop>\d*)\])?(\*(?P<passes>[1-9]\d*))?")
 
@@ -116,24 +118,27 @@ def task_names(specs: str) -> set[str]:
 
 def never_looks_up(specs: str, library: str | None) -> str:
     """A warning if a model is given a library, but none of the tasks that it was trained on teaches it to look up."""
-    if library is None or task_names(specs) & {"lookup", "search", "notes"}:
+    if library is None or task_names(specs) & LOOKING_UP:
         return ""
     return (f"warning: this model was never taught to look things up: no lookup or search among its tasks "
             f"({specs or 'none are known'}); unless your own conversations do it, train with "
             f'--tasks="lookup, search, lookup:{library}, search:{library}, …"')
 
 
-def example_questions(specs: str, count: int = 4) -> list[str]:
+def example_questions(specs: str, count: int = 4, library: Library | None = None) -> list[str]:
     """
-    Short held-out questions of a mixture's tasks in turn, which a model that was trained on it should answer. Only from
-    generated tasks, and not about a user's own library; [] if the mixture has no such task.
+    Questions that a model trained on a mixture should answer: two about titles of a library that was made of a user's
+    own files, if there is one; then short held-out questions of the mixture's generated tasks in turn.
     """
+    questions = []
+    names = task_names(specs)
+    if library and library.manifest["source"] != "python" and names & LOOKING_UP:
+        questions = title_questions(library, LANGUAGES if "notes" in names else (), 2)
     tasks = []
     for spec in without_parts(specs).split(","):
         name, _, argument = spec.partition(":")
         if name in GENERATED and argument in TASKS[name][1]:
             tasks.append(make_task(spec, "test")[:50])
-    questions = []
     for conversation in chain.from_iterable(zip(*tasks)):
         first = conversation["messages"][0]
         if first["role"] == "user" and len(first["content"]) <= 80:

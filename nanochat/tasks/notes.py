@@ -12,6 +12,7 @@ What a language needs is in notes_XX.toml. Notes need not answer the question: o
 lookup. Ways to ask and words are divided between the splits by their own text; in the test split half of the questions
 use ways of training.
 """
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -167,3 +168,24 @@ def ways_of(language: str, name: str, split: str) -> list[tuple[str, str, str]]:
 def words_of(language: str, kind: str, split: str) -> list[str]:
     """The words of a kind; _ stands for a blank in one."""
     return [word.replace("_", " ") for word in texts_of(language)[kind].split() if split_of(word, 6) == split]
+
+
+# ---- Examples for a user's own library
+
+def title_questions(library: Library, languages: Sequence[str], count: int) -> list[str]:
+    """Questions about some titles of a library, in English or the one of these languages that its passages are in."""
+    rows = library.query("SELECT title, min(text) FROM passages WHERE length(title) < 40 GROUP BY title LIMIT 300")
+    written = trigrams(" ".join(text for _, text in rows))
+    ways = {"What do my notes say about {n}?": TEXTS["lookup"] + TEXTS["stop_words"]}
+    for language in languages:
+        texts = texts_of(language)
+        ways[texts["about"]] = texts["lookup"] + texts["search"] + texts["n"]
+    way = max(ways, key=lambda way: len(written & trigrams(ways[way])))
+    titles = sorted((title for title, _ in rows), key=stable_hash)
+    return [way.format(n=title) for title in titles[:count]]
+
+
+def trigrams(text: str) -> set[str]:
+    """What tells languages apart: three characters in a row."""
+    text = " ".join(text.lower().split())
+    return {text[start : start + 3] for start in range(len(text) - 2)}
