@@ -23,7 +23,7 @@ from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.inference.retrieval import Library, Passage
 from nanochat.inference.tools import NOTHING
-from nanochat.tasks.common import read_texts, single_turn, split_of, stable_hash
+from nanochat.tasks.common import Distinct, read_texts, single_turn, split_of, stable_hash
 from nanochat.tasks.lookup import SENTENCE, TEXTS, draw_name, draw_text
 
 LANGUAGES = ("de", "es", "fr", "ja", "ru", "zh")
@@ -45,13 +45,20 @@ class Notes(Task):
         self.kind = argument.split(":")[-1]
         if self.kind not in KINDS:
             self.kind = ""
+        # A library has one note for the same words, in whatever language they are asked about.
+        self.tested = None
+        if split == "test" and not self.kind:
+            self.tested = Distinct(lambda index: ((drawn := self.draw(index))["asked"], drawn))
         if split == "test":
-            self.library = Folder({} if self.kind else {item["asked"]: item["right"][-1] for item in self})
+            self.library = Folder({item["asked"]: item["right"][-1] for item in self} if self.tested else {})
 
     def __len__(self) -> int:
         return SIZES[self.split]
 
     def conversation(self, index: int) -> Conversation:
+        return self.tested[index][1] if self.tested else self.draw(index)
+
+    def draw(self, index: int) -> Conversation:
         """One question in eight comes after another one."""
         rng = StableRandom(f"{self.key}:{index}")
         language = self.languages[index % len(self.languages)]
@@ -88,8 +95,7 @@ def draw_turn(rng: StableRandom, language: str, kind: str, split: str) -> Conver
     found, answer = NOTHING, texts["unknown"]
     right = [answer]
     if not kind:
-        # The same note for the same words, which may be asked twice.
-        found = answer = draw_note(StableRandom(f"note:{asked}"), language)
+        found = answer = draw_note(rng, language)
         right = list(accumulate(SENTENCE.findall(found)))
     # A blank before the first word belongs to its token.
     blank = " " if head.endswith(" ") else ""
