@@ -53,7 +53,7 @@ eval_every = 250            # [-1..] steps between validations, also before the 
 eval_tokens = -1            # [-1, 1..] tokens per validation, at most all; -1: 10,485,760 on a CUDA GPU, else 65,536
 core_metric_every = -1      # [-1..] steps between CORE evaluations, also after the last step; -1: never
 core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
-sample_every = 2000         # [-1..] steps between samples, also after the last step; -1: never
+sample_every = 2000         # [-1..] steps between samples, also before the first step and after the last; -1: never
 # ---- Checkpoints
 save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all, of the half-hourly ones two
@@ -185,6 +185,7 @@ train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=to
                                seed=seed, state=data_state)
 eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
+floor = entropy_floor(data) if rank == 0 else None  # the text's entropy, None where it is not known
 inputs, targets, data_state = next(train_loader)  # data_state: before the first row of their step
 
 session = Session(checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
@@ -203,14 +204,14 @@ while True:
     # --- evaluation of the same parameters
     validate = is_due(step, num_iterations, eval_every)
     measure_core = step > 0 and is_due(step, num_iterations, core_metric_every)
-    show_samples = step > 0 and is_due(step, num_iterations, sample_every)
+    show_samples = is_due(step, num_iterations, sample_every)
     if validate or measure_core or show_samples:
         with session.evaluation():
             evaluated = pipeline.whole_model(model, sharding)
             if validate:  # the same rows in every run, for any seed, batch and number of ranks
                 eval_shape = BatchShape(device_batch_size, max_seq_len, rank, world_size, device)
                 validation = document_loader(data, "val", tokenizer, eval_shape, num_rows=eval_rows)
-                metrics.log_validation(step, evaluate_bpb(evaluated, validation, eval_steps, token_bytes))
+                metrics.log_validation(step, evaluate_bpb(evaluated, validation, eval_steps, token_bytes), floor)
                 validation.close()
             if measure_core:
                 core, scores = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
@@ -219,10 +220,13 @@ while True:
                 metrics.log(step, {f"core/{name}": core} | {f"core/{label}": score for label, score in scores.items()})
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if show_samples:
+                samples = []
                 with eagerly():
                     # On all ranks: they may have to gather units together.
                     for prompt in until_stopped(sample_prompts(data)):
-                        print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
+                        samples.append((prompt, sample(evaluated, tokenizer, prompt, max_tokens=24)))
+                        print0("  " + "".join(samples[-1]))
+                metrics.log(step, {"sample": samples})
     if metrics.stop_requested:  # meanwhile, on some rank: save, then stop
         continue
     if step >= num_iterations:
@@ -267,5 +271,5 @@ train_loader.close()
 session.end()  # a run that was stopped exits here
 if rank == 0:
     results = {"parameters": f"{parameters:,}", "tokens trained on": f"{total_tokens:,}"}
-    session.report("Base model: pretraining", results | metrics.results(), floor=entropy_floor(data))
+    session.report("Base model: pretraining", results | metrics.results(), floor=floor)
 compute_cleanup(session.stop)

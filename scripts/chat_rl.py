@@ -62,7 +62,7 @@ import torch
 from nanochat.data.batch_shape import BatchShape, chunks
 from nanochat.data.conversation_loader import shuffled
 from nanochat.data.padding import padded_batch, padded_length
-from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
+from nanochat.eval.task_eval import evaluate_task, pass_at, sample_answers, seed_with
 from nanochat.inference.sampling import SamplingParams
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import gather_objects
@@ -127,11 +127,12 @@ while True:
             whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
             right = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
                                   eval_samples)
+            samples = sample_answers(held_out, whole_model, tokenizer)
             del whole_model
             if step == 0:
                 right_before = right
             passed = {f"pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
-            metrics.log(step, {f"eval/{name}": value for name, value in passed.items()})
+            metrics.log(step, {f"eval/{name}": value for name, value in passed.items()} | {"sample": samples})
             print0(f"step {step:05d}/{num_iterations:05d} | held-out {held_out.name}: "
                    + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
     if metrics.stop_requested:  # in an evaluation, which all ranks have left

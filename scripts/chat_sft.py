@@ -61,7 +61,7 @@ from nanochat.data.batch_shape import chunks
 from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, shuffled
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import evaluate_bpb
-from nanochat.eval.task_eval import accuracy, evaluate_task
+from nanochat.eval.task_eval import accuracy, evaluate_task, sample_answers
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
@@ -156,6 +156,8 @@ while True:
                 with eagerly():  # a GPU would compile all lengths again, for passes without gradients
                     bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
                 metrics.log_validation(step, bpb)
+                if rank == 0 and zero_stage < 3:  # on stage 3 no rank has a whole model
+                    metrics.log(step, {"sample": sample_answers(val_tasks, sharding.gather_model(), tokenizer)})
             if measure_tasks:
                 whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
                 scores = {}

@@ -4,6 +4,7 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     python -m scripts.chat_web                                  # http://127.0.0.1:8000
     python -m scripts.chat_web --source="sft, rl" --port=80 --host=0.0.0.0
     python -m scripts.chat_web --allowed_hosts=chat.example.org     # behind a proxy of that name
+    python -m scripts.chat_web --watch                              # training runs, live; chats once a model can
 
     from openai import OpenAI
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
@@ -25,6 +26,7 @@ step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
 workers = 0                 # [0..] processes for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
+watch = False               # show the runs of the base folder; serve the last stage that has ended, as soon as it chats
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
 port = 8000                 # [0..65535] 0: any that is free
@@ -42,6 +44,7 @@ import os
 import re
 import socket
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -50,13 +53,15 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import choose_device_type
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
 from nanochat.serve.app import create_app
 from nanochat.serve.engine_process import load_engine
 from nanochat.serve.gate import LOOPBACK
 from nanochat.serve.server import Server
 from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions, never_looks_up
-from nanochat.training.checkpoint import find_model, latest_stage, read_meta, tasks_of
+from nanochat.training.checkpoint import STAGES, checkpoint_dir, find_model, latest_stage, read_meta, tasks_of
+from nanochat.training.records import newest_step, unfinished
 
 # A setting would show in the list of processes.
 api_key = os.environ.get("NANOCHAT_API_KEY", "")
@@ -75,11 +80,6 @@ except OSError as error:
     reason = error.strerror.partition(" (")[0]
     raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host") from None
 
-if source == "auto":
-    stage = latest_stage(model_tag)
-    sources = [stage]
-    about = ", a base model: it continues texts, and does not chat" if stage == "base" else ""
-    print0(f"the last stage of training was {stage}{about}")
 if not api_key and host not in LOOPBACK:
     print0(f"warning: anyone who can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 
@@ -87,17 +87,18 @@ if not api_key and host not in LOOPBACK:
 chosen_device = choose_device_type(device_type)
 if not workers:
     workers = torch.cuda.device_count() if chosen_device == "cuda" else 1
-models = []
-# The engines open the library as well. Here it tells where a passage comes from.
-tools = open_library(library)
-for stage in sources:
-    checkpoint = find_model(stage, model_tag, step)
+
+
+def serve(stage: str, checkpoint: Path) -> ServedModel:
+    """A model as the web process knows it. Its engines load it, and open the library, when they start."""
     tag = checkpoint.parent.name
     specs = tasks_of(stage, tag)
     if warning := never_looks_up(specs, library):
         print0(warning)
+    # Here the library tells where a passage comes from.
+    tools = open_library(library)
     load = partial(load_engine, checkpoint, chosen_device, dtype, max_batch, library, copying, workers)
-    models.append(ServedModel(
+    return ServedModel(
         id=f"{tag}-{stage}",
         tokenizer=Tokenizer.load(checkpoint),
         context=read_meta(checkpoint)["model_config"]["sequence_len"],
@@ -106,15 +107,50 @@ for stage in sources:
         workers=[Worker(partial(load, number)) for number in range(workers)],
         chats=stage != "base",
         examples=example_questions(specs, library=tools.library),
-    ))
+    )
+
+
+tried: set[Path] = set()
+
+
+def newer() -> ServedModel | None:
+    """The model of the last stage that has ended; None if there is none, or it has been served already."""
+    ended = []
+    for stage in STAGES[1:] if source == "auto" else sources:
+        for folder in checkpoint_dir(stage, "").glob(model_tag or "*"):
+            newest = newest_step(folder)
+            if newest and not unfinished(newest):
+                ended.append(((newest / "meta.json").stat().st_mtime, STAGES.index(stage), newest))
+    if not ended:
+        return None
+    # Of copies with one time, the furthest stage.
+    _, number, newest = max(ended)
+    if newest in tried:
+        return None
+    tried.add(newest)
+    model = serve(STAGES[number], find_model(STAGES[number], newest.parent.name))
+    print0(f"{url} chats with {model.id} now")
+    return model
+
+
+models = []
+if not watch:
+    if source == "auto":
+        stage = latest_stage(model_tag)
+        sources = [stage]
+        about = ", a base model: it continues texts, and does not chat" if stage == "base" else ""
+        print0(f"the last stage of training was {stage}{about}")
+    models = [serve(stage, find_model(stage, model_tag, step)) for stage in sources]
 
 hosts = names(allowed_hosts)
 # With an empty list the server answers to every name.
 if hosts or host in LOOPBACK:
     hosts.append(host)
-app = create_app(models, max_new_tokens, {"temperature": temperature, "top_k": top_k}, api_key, hosts)
+defaults = {"temperature": temperature, "top_k": top_k}
+app = create_app(models, max_new_tokens, defaults, api_key, hosts, newer if watch else None)
 url = f"http://{host}:{listener.getsockname()[1]}"
-print0(f"{url} serves {', '.join(model.id for model in models)}; Ctrl-C ends it")
+shown = ", ".join(model.id for model in models) or f"the runs of {base_dir()}"
+print0(f"{url} {'shows' if watch else 'serves'} {shown}; Ctrl-C ends it")
 Server(app, models).run(sockets=[listener])
 for model in models:
     if model.dead:

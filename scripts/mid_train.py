@@ -52,6 +52,7 @@ import torch
 from nanochat.data.batch_shape import chunks
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, pack, shuffled
 from nanochat.eval.loss_eval import evaluate_bpb
+from nanochat.eval.task_eval import sample_answers
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, set_up
@@ -119,6 +120,8 @@ while True:
             validation = conversation_loader(held_out, held_out_steps, shape, pad=False)
             bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
             metrics.log_validation(step, bpb)
+            if rank == 0 and zero_stage < 3:  # on stage 3 no rank has a whole model
+                metrics.log(step, {"sample": sample_answers(val_tasks, sharding.gather_model(), tokenizer)})
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue
     if step >= num_iterations:

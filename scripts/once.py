@@ -22,7 +22,7 @@ from typing import Any
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
 from nanochat.runtime.files import base_dir, sha256, write_text
-from nanochat.training.records import newest_step, unfinished
+from nanochat.training.records import STEPS_LOG, newest_step, unfinished
 
 LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines anew
 
@@ -58,6 +58,16 @@ def run(command: list[str]) -> int:
     return child.returncode
 
 
+def note(**record: Any) -> None:
+    """A line in the log of steps, which the page of scripts/chat_web.py --watch shows."""
+    path = base_dir() / STEPS_LOG
+    # A full disk costs the line, not the step.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
 def once(name: str, needs: list[str], makes: list[str], show: bool, command: list[str]) -> None:
     """Run the command unless its record says that this is done. UserError when a result is missing."""
     if show:
@@ -69,7 +79,10 @@ def once(name: str, needs: list[str], makes: list[str], show: bool, command: lis
     if makes and path.is_file() and json.loads(path.read_bytes()) == record:
         print(f"done before: {', '.join(makes)}", flush=True)
         return
+    began = time.time()
+    note(name=name, began=began)
     code = run(command)
+    note(name=name, began=began, ended=time.time(), code=code)
     if code:
         # The command has said why. After a signal, the code is what a shell would give.
         raise SystemExit(code if code > 0 else 128 - code)

@@ -11,7 +11,7 @@ from nanochat.data.conversation import render_prompt
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import collate, group_by_length, target_row
-from nanochat.inference.detokenizer import answer_text
+from nanochat.inference.detokenizer import answer_text, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.inference.tools import Tools, open_tools
@@ -76,6 +76,22 @@ def generate_answers(
     engine = Engine(model, tokenizer, batch_size, tools=tools)
     answers = engine.generate(prompts, seeded, num_samples, truncate=True)
     return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
+
+
+def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer, count: int = 8) -> list[tuple[str, str]]:
+    """
+    (question, answer) of the first problems, to see how a model gets better: greedy, at most 48 tokens, calls and
+    results in brackets. model: whole on this rank.
+    """
+    sampling = replace(GREEDY, max_tokens=48)
+    indices = range(min(count, len(tasks)))
+    samples = []
+    for index, (answer,) in zip(indices, generate_answers(tasks, indices, model, tokenizer, sampling, 1, count, True)):
+        questions = [message["content"] for message in tasks[index]["messages"] if message["role"] == "user"]
+        forms = {"text": "{}", "python": "[{}", "python_output": " = {}]"}
+        written = "".join(forms[part["type"]].format(part["text"]) for part in to_parts(tokenizer, answer.tokens))
+        samples.append((questions[-1], written))
+    return samples
 
 
 def seed_with(sampling: SamplingParams, number: int) -> SamplingParams:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,28 +22,44 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from nanochat.runtime.console import log_error
 from nanochat.serve.gate import Gate, read_body, show_error
 from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json
 from nanochat.serve.replies import ChatReply, Reply
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
+from nanochat.serve.runs import Runs
 from nanochat.serve.worker import Pending, ServedModel
 
 # Requests of one address that are read at once. Each one needs a thread, and there are few threads.
 READERS = 2
-PAGE = Path(__file__).with_name("ui.html")
+FOLDER = Path(__file__).parent
+# The page is one document of several files.
+PARTS = "watch.css", "watch.js", "inside.js"
+# Seconds between looks for a new model.
+LOOK_EVERY = 2
 
 
 def create_app(
     models: list[ServedModel], max_new_tokens: int, defaults: Json, api_key: str = "", hosts: Sequence[str] = (),
+    newer: Callable[[], ServedModel | None] | None = None,
 ) -> Starlette:
     """
     The application. The models' workers start and end with it. defaults: temperature and top_k of requests that do not
-    set them. api_key "": no key is needed. hosts: the names that the server answers to; none: any name.
+    set them. api_key "": no key is needed. hosts: the names that the server answers to; none: any name. newer: shows
+    the runs of the base folder as well, and each model that it returns replaces the others in `models`.
     """
     api = Api(models, max_new_tokens, defaults)
+    runs = Runs()
+
+    async def show_runs(http: HttpRequest) -> Response:
+        state = await asyncio.to_thread(runs.state)
+        return JSONResponse(state | {"models": [model.id for model in models]})
+
+    watched = [Route("/runs", show_runs)] if newer else []
     routes = [
-        Route("/", page),
+        Route("/", partial(page, bool(newer))),
+        *watched,
         Route("/health", api.health),
         Route("/v1/models", api.list_models),
         Route("/v1/models/{id}", api.one_model),
@@ -55,13 +71,17 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        for model in models:
+            await model.start()
+        following = asyncio.create_task(follow(models, newer)) if newer else None
+        yield
+        if following:
+            following.cancel()
         workers = [worker for model in models for worker in model.workers]
         for worker in workers:
-            await worker.start()
-        yield
-        for worker in workers:
             worker.stop()
-        await asyncio.wait([worker.reading for worker in workers], timeout=10)
+        if workers:
+            await asyncio.wait([worker.reading for worker in workers], timeout=10)
 
     handlers = {HTTPException: show_error}
     app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
@@ -70,10 +90,37 @@ def create_app(
     return app
 
 
-async def page(http: HttpRequest) -> Response:
-    """One file. Only its own inline script and style run, marked by a nonce, and it talks to this server only."""
+async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | None]) -> None:
+    """Serve each new model instead of the others, once it is loaded and they have ended their answers."""
+    while True:
+        await asyncio.sleep(LOOK_EVERY)
+        model = None
+        try:
+            model = await asyncio.to_thread(newer)
+        # Of a damaged checkpoint, for example. The runs can still be watched.
+        except Exception as error:
+            log_error("no new model", error)
+        if model is None:
+            continue
+        models.append(model)
+        await model.start()
+        while not model.dead and any(worker.state == "loading" for worker in model.workers):
+            await asyncio.sleep(LOOK_EVERY / 10)
+        for old in models[:-1]:
+            while old.running or old.waiting:
+                await asyncio.sleep(LOOK_EVERY / 10)
+            models.remove(old)
+            for worker in old.workers:
+                worker.stop()
+
+
+async def page(watches: bool, http: HttpRequest) -> Response:
+    """One document. Only its own inline script and style run, marked by a nonce, and it talks to this server only."""
     nonce = secrets.token_urlsafe()
-    html = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
+    html = (FOLDER / "ui.html").read_text(encoding="utf-8")
+    for name in PARTS:
+        html = html.replace(f"/* {name} */", (FOLDER / name).read_text(encoding="utf-8"))
+    html = html.replace("NONCE", nonce).replace("WATCHES", "yes" if watches else "")
     policy = (
         "default-src 'none'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
         f"frame-ancestors 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'")
@@ -84,10 +131,14 @@ class Api:
     """The endpoints that need the models."""
 
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
-        self.models = {model.id: model for model in models}
+        self.served = models
         self.max_new_tokens, self.defaults = max_new_tokens, defaults
         # An address is forgotten when its last request has been read.
         self.readers: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+
+    @property
+    def models(self) -> dict[str, ServedModel]:
+        return {model.id: model for model in self.served}
 
     async def health(self, http: HttpRequest) -> Response:
         """
@@ -112,7 +163,7 @@ class Api:
 
     def find(self, id: str) -> ServedModel:
         if id not in self.models:
-            words = f"there is no model {id!r:.80}; this server has {', '.join(self.models)}"
+            words = f"there is no model {id!r:.80}; this server has {', '.join(self.models) or 'none yet'}"
             raise ApiError(404, words, "model_not_found", "model")
         return self.models[id]
 

@@ -153,14 +153,17 @@ class ChatReply(Reply):
         return {"message": message}
 
     def show(self, placed: Sequence[PlacedLogprob]) -> Json:
-        """Log-probabilities of the content's tokens. Their bytes, joined, are the text of the content."""
-        content = []
+        """
+        Log-probabilities of the content's tokens. Their bytes, joined, are the text of the content. An extension: those
+        of all other tokens, which mark parts or belong to calls, in `others`, and the offset of each in the parts' text.
+        """
+        shown: Json = {"content": [], "others": []}
         for one in placed:
-            if one.is_content:
-                token, value, top = one.logprob
-                tops = [self.named(*pair) for pair in top]
-                content.append(self.named(token, value) | {"top_logprobs": tops})
-        return {"content": content}
+            token, value, top = one.logprob
+            tops = [self.named(*pair) for pair in top]
+            entry = self.named(token, value) | {"top_logprobs": tops, "offset": one.offset}
+            shown["content" if one.is_content else "others"].append(entry)
+        return shown
 
     def named(self, token: int, logprob: float | None) -> Json:
         data = self.model.tokenizer.decode_bytes([token])

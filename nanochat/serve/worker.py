@@ -212,6 +212,10 @@ class ServedModel:
     chats: bool = True              # False: a base model, which continues the messages as one text
     examples: Sequence[str] = ()    # questions to suggest
 
+    async def start(self) -> None:
+        for worker in self.workers:
+            await worker.start()
+
     @property
     def dead(self) -> bool:
         return all(worker.state == "dead" for worker in self.workers)

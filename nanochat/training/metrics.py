@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ class Metrics:
             values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        record = {"train/lrm": lrm, "train/dt": now - self.clock}
+        record = {"train/steps": self.num_iterations, "train/lrm": lrm, "train/dt": now - self.clock}
         self.pending = step, values, copied, tokens or self.total_batch_size, record
         self.clock = now
         if copied is None:
@@ -189,13 +190,14 @@ class Metrics:
             print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite "
                    f"({state['skipped']} so far)")
 
-    def log_validation(self, step: int, bpb: float) -> None:
+    def log_validation(self, step: int, bpb: float, floor: float | None = None) -> None:
+        """floor: entropy of the corpus in bits per byte, where it is known."""
         best = self.state["min_val_bpb"]
         self.state["min_val_bpb"] = bpb if best is None else min(best, bpb)
-        self.log(step, {"val/bpb": bpb})
+        self.log(step, {"val/bpb": bpb} | ({"val/floor": floor} if floor else {}))
         print0(f"step {step:05d}/{self.num_iterations:05d} | validation {bpb:.4f} bits per byte")
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, values: dict[str, Any]) -> None:
         """Measurements; names are <kind>/<what>, and a step has one record of a kind."""
         if not is_rank0():
             return

@@ -6,6 +6,7 @@ from pathlib import Path
 from nanochat.runtime.files import base_dir
 
 MODEL_FILE = "model.safetensors"
+STEPS_LOG = "once/steps.jsonl"  # in the base folder: when each step of the speedrun began and ended
 
 
 def read_metrics(path: Path) -> list[dict]:
