@@ -3,7 +3,7 @@
 # H100s, four hours. Other GPUs change six variables; without a GPU runs/cpu.sh follows, six to ten minutes.
 #
 #     bash speedrun.sh                # after anything went wrong again: no finished step is repeated, training goes on
-#     bash speedrun.sh --chat --folder=~/notes    # opens the chat page at the end; it looks things up in your files
+#     bash speedrun.sh --chat --folder=~/notes    # a page shows the run, then chats, and looks things up in your files
 #     bash speedrun.sh --full         # on a CPU: twice the layers, three times the minutes, every stage evaluated
 #     bash speedrun.sh --rehearse     # every stage in small, on GPUs after three steps of the real model
 #     PRICE=2.5 bash speedrun.sh --plan=8,H100,80    # only shows the commands for 8 H100 of 80 GB, hours and dollars
@@ -49,6 +49,8 @@ if [ -z "$plan" ]; then  # before anything is downloaded, three such steps on Py
     [ -z "$rehearsal" ] || { . runs/rehearsal.sh; exit; }
     NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR%/rehearsal}
 fi
+page=(python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder})
+[ -z "$chat" ] || [ -n "$plan" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live
 # ---- The base model: text, what the assistant will look up, tokens, training, evaluation
 once data-climbmix -- python -m scripts.dataset --source=climbmix --num_shards=$SHARDS
 once library -- python -m scripts.library --source=python
@@ -77,5 +79,5 @@ once rl-$tag --needs sft_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat
     --model_tag=$tag --resume=auto --task=gsm8k --device_batch_size=$FEW --save_every=20 $keep
 once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- "${judge[@]}" --source=rl
 once report -- python -m scripts.report --model_tag=$tag
-page=(python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder})
-[ -n "$chat" ] && once page -- "${page[@]}" || echo "talk to it: . ./setup.sh && ${page[*]}"
+[ -z "$chat" ] || [ -n "$plan" ] || wait
+echo "talk to it: . ./setup.sh && ${page[*]}"

@@ -6,6 +6,8 @@ python -m scripts.choose_size --depth=$DEPTH  # says how long it takes
 tag=assistant-d$DEPTH made=report/sections/tinyworld/assistant-d$DEPTH
 batch="--total_batch_size=4096 --device_batch_size=8 --matrix_lr=0.03 --eval_tokens=32768"
 keep="--save_every=200 --keep_last=2"
+page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=folder})
+[ -z "${chat:-}" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live; then the chat
 # ---- The base model: text, what the assistant will look up, tokens, training, evaluation
 once data-tinyworld -- python -m scripts.dataset --source=tinyworld
 once library -- python -m scripts.library --source=python
@@ -15,7 +17,7 @@ once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/
 # Four heads of 64 learn to copy sooner than two of 128; on text alone they were worse (docs/ablations.md).
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
     python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=auto --depth=$DEPTH \
-    --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=500 --eval_every=100 $batch $keep
+    --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=500 --eval_every=100 --sample_every=100 $batch $keep
 once base_eval-$tag --needs base_checkpoints/$tag --makes $made/base_eval.json -- \
     python -m scripts.base_eval --model_tag=$tag --core_metric_max_per_task=0 --eval_tokens=65536
 # ---- The assistant, judged by held-out problems. Fine-tuning after this mid-training brought nothing: there is none.
@@ -39,5 +41,5 @@ once rl-$tag --needs mid_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat
 once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- \
     "${judge[@]}" --source=rl --max_problems=400
 once report -- python -m scripts.report --model_tag=$tag
-page=(python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder})
-[ -n "${chat:-}" ] && once page -- "${page[@]}" || echo "talk to it: . ./setup.sh && ${page[*]}"
+[ -z "${chat:-}" ] || wait
+echo "talk to it: . ./setup.sh && ${page[*]}"

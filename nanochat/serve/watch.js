@@ -107,6 +107,7 @@ function showSteps(done) {
   const last = done.at(-1);
   $("speedrun").hidden = !last;
   if (!last) return;
+  if (!$("noRuns").hidden && !$("speedrun").dataset.seen) $("speedrun").open = $("speedrun").dataset.seen = true;  // there is nothing else yet
   const now = Date.now() / 1000, took = (step) => (step.ended ?? now) - step.began;
   const all = done.reduce((sum, step) => sum + took(step), 0), failed = last.code ? `, ended with code ${last.code}` : "";
   const doing = last.ended ? `last step ${last.name}${failed || ", done"}` : `now ${last.name}, for ${span(took(last))}`;
