@@ -30,4 +30,4 @@ once rl-$tag --needs sft_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat
 once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- "${judge[@]}" --source=rl
 once report -- python -m scripts.report --model_tag=$tag
 echo "everything works; the models in $NANOCHAT_BASE_DIR have learnt nothing"
-[ -z "$chat" ] || once page -- python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder}
+[ -z "$chat" ] || python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder}

@@ -191,7 +191,7 @@ def test_what_is_run_on_gpus(tmp_path):
     rehearsed = speedrun(tmp_path, "--rehearse", "--chat")
     assert rehearsed[: place + 1] == calls[: place + 1], "the same, so that they are not done again"
     assert "--nproc_per_node=3 -m scripts.base_train" in "".join(rehearsed), "all GPUs"
-    assert rehearsed[-1].startswith("-m scripts.once page -- python -m scripts.chat_web --source=rl --model_tag=reh")
+    assert rehearsed[-1].startswith("-m scripts.chat_web --source=rl --model_tag=reh")
 
 
 def test_nothing_is_downloaded_where_three_steps_fail(tmp_path):

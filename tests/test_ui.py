@@ -4,6 +4,7 @@ The chat page in a real browser, through clicks and keys, at a real server: one 
 The model's weights are written by hand so that its answers are known: the alphabet, again and again, until stopped.
 """
 import json
+import math
 import re
 import shutil
 import string
@@ -267,7 +268,8 @@ def test_settings_reach_the_request_and_stay(visit):
     me.page.keyboard.press("Escape")
     me.limit(Temperature=0.25, **{"Top-k": 1, "Top-p": 0.5}, Seed=7, Max_tokens=5, System_prompt="Be brief.\nBe kind.")
     sampling = {"temperature": 0.25, "top_k": 1, "top_p": 0.5, "seed": 7, "max_tokens": 5}
-    asked = {"model": "alphabet-sft", "stream": True, "stream_options": {"include_usage": True}, "truncation": "auto"}
+    asked = {"model": "alphabet-sft", "stream": True, "stream_options": {"include_usage": True}, "truncation": "auto",
+             "logprobs": True, "top_logprobs": 5}
     asked |= sampling
     for _ in range(2):
         me.ask("Hello")
@@ -324,9 +326,65 @@ def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
         if part["text"]:
             types += [part["type"]] * (types[-1:] != [part["type"]])
             delta["parts"] = [{"index": len(types) - 1} | part]
-    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    chunks = [{"choices": [{"index": 0, "delta": delta, "logprobs": delta.pop("logprobs", None), "finish_reason": None}]}
+              for delta in deltas]
     events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
     return {"content_type": "text/event-stream", "body": events + end}
+
+
+def test_inside_an_answer_are_the_model_s_own_probabilities(visit, server):
+    """By keyboard; the same numbers as the interface's. And the bar of the context, which a new chat empties."""
+    me = visit()
+    me.limit(Max_tokens=5)
+    me.ask("Hi")
+    me.button("Look inside").click()
+    tokens = me.page.get_by_role("toolbar", name="Tokens of the answer").get_by_role("button")
+    assert tokens.all_inner_texts() == list("abcde")
+    body = {"model": "alphabet-sft", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "logprobs": True,
+            "top_logprobs": 5}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{server}/v1/chat/completions", json.dumps(body).encode(),
+                                                       headers)) as response:
+        answer = json.load(response)
+    third = answer["choices"][0]["logprobs"]["content"][2]
+    assert third["token"] == "c" and sum(math.exp(top["logprob"]) for top in third["top_logprobs"]) < 1
+    tokens.first.focus()
+    for _ in range(2):
+        me.page.keyboard.press("ArrowRight")
+    rows = [row.split() for row in me.page.locator(".about tbody tr").all_inner_texts()]
+    values = [math.exp(top["logprob"]) for top in third["top_logprobs"]]
+    shown = ["100%" if p >= 0.9995 else "<0.1%" if p < 0.0005 else f"{100 * p:.1f}%" for p in values]
+    assert rows[0][0] == "c" and [row[-1] for row in rows] == shown
+    used = f"Context: {answer['usage']['total_tokens']} of 4,096 tokens"
+    assert me.page.locator("#contextText").inner_text() == used
+    me.button("Look inside").click()
+    assert tokens.count() == 0
+    me.button("New chat").click()
+    assert me.page.locator("#context").is_hidden()
+
+
+def test_calls_results_and_copies_are_told_apart(visit):
+    """A lookup's question, passage and quotation, with a character beyond 16 bits before them, and one that is free."""
+    call, passage, quoted = "lookup('the 🍷 cellar')", "Wine keeps.", "Wine keeps."
+    deltas = [{"part": {"type": "python", "text": call}}, {"part": {"type": "python_output", "text": passage}},
+              {"content": quoted}]
+    at = len(call)
+    texts = [(0, "<|python_start|>"), (0, "lookup"), (6, "('"), (8, "the 🍷"), (13, " cellar"), (20, "')"),
+             (at, "<|python_end|>"), (at, "<|output_start|>"), (at, "Wine keeps."), (at + 11, "<|output_end|>")]
+    entries = [{"token": text, "logprob": -0.5, "offset": offset, "top_logprobs": []} for offset, text in texts]
+    content = [{"token": "Wine", "logprob": -1.0, "offset": at + 11, "top_logprobs": [{"token": "<b>", "logprob": -2.0}]},
+               {"token": " keeps.", "logprob": -0.1, "offset": at + 15, "top_logprobs": []}]
+    me = visit()
+    answer = stream(*deltas, {"logprobs": {"content": content, "others": entries}})
+    me.page.route(CHAT, lambda route: route.fulfill(**answer))
+    me.ask("What is in the 🍷 cellar?")
+    me.button("Look inside").click()
+    tokens = me.page.locator(".tokens .token")
+    kinds = [box.get_attribute("class").split()[1] for box in tokens.all()]
+    assert kinds == "mark call call asked asked call mark read read read quoted quoted".split()
+    # The least probable one that the model wrote is open.
+    assert "Wine copied from the passage, probability 36.8%" in me.page.locator(".about").inner_text()
+    assert "<b>" in me.page.locator(".about").inner_text()
 
 
 def test_whatever_is_written_is_text(visit):

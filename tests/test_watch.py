@@ -1,0 +1,160 @@
+"""The view of training runs: what is read of a base folder, and the page in a browser beside a run that trains."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from conftest import REPO, make_sums
+from test_base_train import TINY
+from test_ui import ALPHABET, CHROMIUM, Visit, browser, wait_until, write_model  # noqa: F401
+
+from nanochat.serve import runs
+from nanochat.serve.runs import Runs
+from scripts.once import once
+
+
+def write_run(base: Path, stage: str, tag: str, records: list, end: str = "\n") -> Path:
+    path = base / f"{stage}_checkpoints" / tag / "metrics.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in records) + end)
+    return path
+
+
+def record(step: int, **values) -> dict:
+    return {"step": step, "train/steps": 1000, "train/dt": 0.5, "train/loss": 8 / (1 + step), **values}
+
+
+def state(watched: Runs) -> dict:
+    """The state now, not of up to a second ago."""
+    watched.read_at = -runs.FRESH
+    return watched.state()
+
+
+def test_a_log_is_read_as_it_grows_and_again_when_it_is_written_anew(base_folder):
+    """Half a line counts once it is whole; a resumed run replaces the file; what is left is told by the median."""
+    path = write_run(base_folder, "base", "d1", [{"step": 0, "val/bpb": 3.5, "val/floor": 0.5}, record(0)], end="")
+    watched = Runs()
+    [run] = state(watched)["runs"]
+    assert run["tag"] == "d1" and run["stages"]["base"]["curves"] == {"val/bpb": [(0.0, 3.5)]}
+    with open(path, "a") as file:
+        file.write("\n" + json.dumps(record(1, **{"train/dt": 100.0})) + "\n" + json.dumps(record(2)) + "\n")
+    stage = state(watched)["runs"][0]["stages"]["base"]
+    assert stage["curves"]["train/loss"] == [(0.0, 8.0), (1.0, 4.0), (2.0, 2.6667)] and stage["elapsed"] == 101
+    assert (stage["step"], stage["steps"], stage["left"], stage["done"]) == (3, 1000, 0.5 * 997, False)
+    assert stage["last"]["val/floor"] == 0.5
+    aside = path.with_name("aside")
+    aside.write_text(json.dumps(record(0)) + "\n")
+    aside.replace(path)
+    assert state(watched)["runs"][0]["stages"]["base"]["curves"]["train/loss"] == [(0.0, 8.0)]
+    path.unlink()
+    assert state(watched)["runs"] == []
+
+
+def test_a_long_curve_is_the_mean_of_neighbours(base_folder, monkeypatch):
+    """More points than are kept, and a file longer than what is read at once."""
+    monkeypatch.setattr(runs, "POINTS", 8)
+    monkeypatch.setattr(runs, "READ_BYTES", 2000)
+    path = write_run(base_folder, "mid", "d1", [record(step) for step in range(100)])
+    watched = Runs()
+    for _ in range(path.stat().st_size // 2000 + 1):
+        shown = state(watched)["runs"][0]["stages"]["mid"]
+    width = 8  # 100 points by eights are fewer than 16, by fours are not
+    expected = [(fmean(group), fmean(8 / (1 + step) for step in group))
+                for group in (range(100)[start : start + width] for start in range(0, 100, width))]
+    assert sum(shown["curves"]["train/loss"], ()) == pytest.approx(sum(expected, ()), rel=1e-4) and shown["step"] == 100
+
+
+def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatch):
+    """Lines that are no records, numbers that are none, links out of the folder, a pipe, sections of any shape."""
+    monkeypatch.setattr(runs, "SECTION_BYTES", 500)
+    write_run(base_folder, "base", "<b>odd</b>", [
+        "", "{", "[1]", "[" * 99_999, '{"step": 1e999}', '{"step": 1, "train/loss": NaN, "val/bpb": 1e999}',
+        f'{{"step": 2, "train/loss": 1{"0" * 400}}}', '{"step": "3", "train/loss": 1}', '{"step": 4, "sample": [[1], 2]}',
+        '{"step": 5, "sample": [["q", "' + "a" * 9000 + '"]]}', record(6)])
+    secret = write_run(tmp_path / "elsewhere", "base", "secret", [record(0)])
+    (base_folder / "mid_checkpoints" / "pipe").mkdir(parents=True)
+    os.mkfifo(base_folder / "mid_checkpoints" / "pipe" / "metrics.jsonl")
+    (base_folder / "mid_checkpoints" / "link").symlink_to(secret.parent)
+    sections = base_folder / "report" / "sections" / "data" / "<b>odd</b>"
+    sections.mkdir(parents=True)
+    results = {"sft": {"Lookup": "93.2%", "NaN": float("nan"), "list": [1]}, "rl": 7}
+    (sections / "chat_eval_sft.json").write_text(json.dumps({"results": results}))
+    (sections / "chat_eval_rl.json").write_text(json.dumps({"results": {"rl": {"huge": "x" * 500}}}))
+    (sections / "base_eval.json").write_text("half of a sect")
+    steps = base_folder / "once" / "steps.jsonl"
+    steps.parent.mkdir()
+    steps.write_text('{"name": "a", "began": 1}\n{"name": "a", "began": 1, "ended": 3, "code": 0}\nhalf\n{"name": 1}\n')
+    before = {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}
+    shown = state(Runs())
+    assert before == {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}, "nothing is written"
+    [run] = shown["runs"]
+    assert run["tag"] == "<b>odd</b>" and run["results"] == {"Lookup": {"sft": "93.2%"}}
+    assert run["stages"]["base"]["curves"] == {"train/loss": [(6.0, 1.1429)]}
+    assert run["stages"]["base"]["samples"] == [(5, [["q", "a" * runs.MOST_TEXT]])]
+    assert shown["steps"] == [{"name": "a", "began": 1, "ended": 3, "code": 0}]
+    json.dumps(shown, allow_nan=False)
+
+
+def test_the_steps_of_a_speedrun_are_noted(base_folder):
+    with pytest.raises(SystemExit):
+        once("bad", [], [], False, [sys.executable, "-c", "raise SystemExit(7)"])
+    once("good", [], [], False, [sys.executable, "-c", "import time; time.sleep(0.2)"])
+    bad, good = Runs().state()["steps"]
+    assert (bad["name"], bad["code"], good["name"], good["code"]) == ("bad", 7, "good", 0)
+    assert 0.2 < good["ended"] - good["began"] < time.time() - bad["began"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH: apt install chromium")
+def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_folder):  # noqa: F811
+    """From an empty folder over a run that really trains to a model that answers, by keyboard, in one visit."""
+    make_sums(base_folder)
+    write_run(base_folder, "rl", "<b>other</b>", [record(9, **{"train/steps": 10, "sample": [["<i>q</i>", "<i>a</i>"]]})])
+    web = subprocess.Popen([sys.executable, "-m", "scripts.chat_web", "--watch", "--port=0", "--device_type=cpu",
+                            "--temperature=0"], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    train = me = None
+    try:
+        address = next(match[0] for line in web.stdout if (match := re.search(r"http://[\d.:]+", line)))
+        me = Visit(browser, address, key="", viewport={"width": 375, "height": 800})
+        assert me.page.locator("#dock").is_hidden() and me.page.get_by_role("link", name="Chat").is_visible()
+        me.page.locator("article h2", has_text="<b>other</b>").wait_for()
+        assert me.page.locator(".run dd").inner_text() == "<i>a</i>" and me.page.locator(".run :is(b, i)").count() == 0
+
+        train = subprocess.Popen([sys.executable, "-m", "scripts.base_train", *TINY[:-2], "--eval_every=20",
+                                  "--sample_every=20", "--num_iterations=100000", "--model_tag=live"], cwd=REPO)
+        run = me.page.get_by_role("article", name="live")
+        run.locator(".now", has_text="of 100,000").wait_for()
+        before = run.locator(".now").inner_text()
+        wait_until(lambda: run.locator(".now").inner_text() != before and run.locator("dd").count(), me.page)
+        slider = run.get_by_role("slider", name="Held-out text, bits per byte")
+        slider.focus()
+        me.page.keyboard.press("Home")
+        log = base_folder / "base_checkpoints" / "live" / "metrics.jsonl"
+        first = json.loads(log.read_text().split("\n")[0])
+        assert first["step"] == 0
+        [words, value] = re.fullmatch(r"(step 0): ([\d.]+) bits per byte", slider.get_attribute("aria-valuetext")).groups()
+        assert float(value) == float(f"{first['val/bpb']:.3g}")
+        me.page.wait_for_timeout(2500)
+        assert slider.get_attribute("aria-valuetext").startswith(words), "an update leaves the cursor where it is"
+        assert me.page.evaluate("document.documentElement.scrollWidth") <= 375
+
+        me.page.get_by_label("<b>other</b>").check()
+        assert me.page.get_by_role("article").count() == 2
+        train.send_signal(signal.SIGTERM)
+        assert train.wait(60) in (0, 143)
+        write_model(base_folder)
+        me.page.get_by_role("link", name="Talk to it").click()
+        me.ask("Hello")
+        assert me.answers.inner_text() in ALPHABET and len(me.answers.inner_text()) > 500
+        me.page.get_by_role("link", name="Training").click()
+        assert run.locator("h2").is_visible() and me.page.locator("#dock").is_hidden()
+        me.leave()
+    finally:
+        for process in filter(None, (web, train)):
+            process.kill()
+            process.wait()
