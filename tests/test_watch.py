@@ -73,7 +73,7 @@ def test_a_long_curve_is_the_mean_of_neighbours(base_folder, monkeypatch):
 def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatch):
     """Lines that are no records, numbers that are none, links out of the folder, a pipe, sections of any shape."""
     monkeypatch.setattr(runs, "SECTION_BYTES", 500)
-    write_run(base_folder, "base", "<b>odd</b>", [
+    write_run(base_folder, "base", "<b>odd", [
         "", "{", "[1]", "[" * 99_999, '{"step": 1e999}', '{"step": 1, "train/loss": NaN, "val/bpb": 1e999}',
         f'{{"step": 2, "train/loss": 1{"0" * 400}}}', '{"step": "3", "train/loss": 1}', '{"step": 4, "sample": [[1], 2]}',
         '{"step": 5, "sample": [["q", "' + "a" * 9000 + '"]]}', record(6)])
@@ -81,7 +81,7 @@ def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatc
     (base_folder / "mid_checkpoints" / "pipe").mkdir(parents=True)
     os.mkfifo(base_folder / "mid_checkpoints" / "pipe" / "metrics.jsonl")
     (base_folder / "mid_checkpoints" / "link").symlink_to(secret.parent)
-    sections = base_folder / "report" / "sections" / "data" / "<b>odd</b>"
+    sections = base_folder / "report" / "sections" / "data" / "<b>odd"
     sections.mkdir(parents=True)
     results = {"sft": {"Lookup": "93.2%", "NaN": float("nan"), "list": [1]}, "rl": 7}
     (sections / "chat_eval_sft.json").write_text(json.dumps({"results": results}))
@@ -94,7 +94,7 @@ def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatc
     shown = state(Runs())
     assert before == {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}, "nothing is written"
     [run] = shown["runs"]
-    assert run["tag"] == "<b>odd</b>" and run["results"] == {"Lookup": {"sft": "93.2%"}}
+    assert run["tag"] == "<b>odd" and run["results"] == {"Lookup": {"sft": "93.2%"}}
     assert run["stages"]["base"]["curves"] == {"train/loss": [(6.0, 1.1429)]}
     assert run["stages"]["base"]["samples"] == [(5, [["q", "a" * runs.MOST_TEXT]])]
     assert shown["steps"] == [{"name": "a", "began": 1, "ended": 3, "code": 0}]
@@ -114,7 +114,7 @@ def test_the_steps_of_a_speedrun_are_noted(base_folder):
 def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_folder):  # noqa: F811
     """From an empty folder over a run that really trains to a model that answers, by keyboard, in one visit."""
     make_sums(base_folder)
-    write_run(base_folder, "rl", "<b>other</b>", [record(9, **{"train/steps": 10, "sample": [["<i>q</i>", "<i>a</i>"]]})])
+    write_run(base_folder, "rl", "<b>other", [record(9, **{"train/steps": 10, "sample": [["<i>q</i>", "<i>a</i>"]]})])
     web = subprocess.Popen([sys.executable, "-m", "scripts.chat_web", "--watch", "--port=0", "--device_type=cpu",
                             "--temperature=0"], cwd=REPO, stdout=subprocess.PIPE, text=True)
     train = me = None
@@ -122,7 +122,7 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
         address = next(match[0] for line in web.stdout if (match := re.search(r"http://[\d.:]+", line)))
         me = Visit(browser, address, key="", viewport={"width": 375, "height": 800})
         assert me.page.locator("#dock").is_hidden() and me.page.get_by_role("link", name="Chat").is_visible()
-        me.page.locator("article h2", has_text="<b>other</b>").wait_for()
+        me.page.locator("article h2", has_text="<b>other").wait_for()
         assert me.page.locator(".run dd").inner_text() == "<i>a</i>" and me.page.locator(".run :is(b, i)").count() == 0
 
         train = subprocess.Popen([sys.executable, "-m", "scripts.base_train", *TINY[:-2], "--eval_every=20",
@@ -143,7 +143,7 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
         assert slider.get_attribute("aria-valuetext").startswith(words), "an update leaves the cursor where it is"
         assert me.page.evaluate("document.documentElement.scrollWidth") <= 375
 
-        me.page.get_by_label("<b>other</b>").check()
+        me.page.get_by_label("<b>other").check()
         assert me.page.get_by_role("article").count() == 2
         train.send_signal(signal.SIGTERM)
         assert train.wait(60) in (0, 143)

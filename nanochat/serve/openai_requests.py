@@ -18,7 +18,8 @@ Extensions:
                           suggest; chat false: a base model, which continues the messages as one text
 
 Log-probabilities belong to the model's own distribution: after the softcap, before temperature and the request's other
-settings, in float32. In a chat they are given for the tokens of `content`. A completion's prompt is read after <|bos|>.
+settings, in float32. In a chat they are given for the tokens of `content`, and in `others` for those of marks, calls
+and results, each with its offset in the text of all parts. A completion's prompt is read after <|bos|>.
 Echo begins after this token unless the client has sent it itself, so the first token has a log-probability, too.
 
 Messages may come in any order: consecutive messages of system and user are one turn, the assistant may begin, and its

@@ -256,7 +256,7 @@ function updateChart(view, { name, unit, scale }, points, floor, allSteps) {
       ...(view.at === null ? [] : [line(view.x(at[0]), top, view.x(at[0]), height - bottom, "cursorLine")]),
       svg("circle", { cx: view.x(at[0]), cy: y(at[1]), r: 4, class: "here" }));
     const floorWords = floor ? `, floor ${figure(floor)}` : "", words = `${figure(at[1], scale)}${view.at === null ? "" : ` at step ${steps(at[0])}`}`;
-    view.value.textContent = words + floorWords;
+    view.value.textContent = words;
     Object.assign(view.box, { ariaValueMin: "0", ariaValueMax: String(last), ariaValueNow: String(at[0]), ariaValueText: `step ${steps(at[0])}: ${figure(at[1], scale)} ${unit}${floorWords}` });
   };
   view.redraw();
