@@ -326,8 +326,9 @@ def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
         if part["text"]:
             types += [part["type"]] * (types[-1:] != [part["type"]])
             delta["parts"] = [{"index": len(types) - 1} | part]
-    chunks = [{"choices": [{"index": 0, "delta": delta, "logprobs": delta.pop("logprobs", None), "finish_reason": None}]}
-              for delta in deltas]
+    choices = [{"index": 0, "logprobs": delta.pop("logprobs", None), "delta": delta, "finish_reason": None}
+               for delta in deltas]
+    chunks = [{"choices": [choice]} for choice in choices]
     events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
     return {"content_type": "text/event-stream", "body": events + end}
 
@@ -372,7 +373,8 @@ def test_calls_results_and_copies_are_told_apart(visit):
     texts = [(0, "<|python_start|>"), (0, "lookup"), (6, "('"), (8, "the 🍷"), (13, " cellar"), (20, "')"),
              (at, "<|python_end|>"), (at, "<|output_start|>"), (at, "Wine keeps."), (at + 11, "<|output_end|>")]
     entries = [{"token": text, "logprob": -0.5, "offset": offset, "top_logprobs": []} for offset, text in texts]
-    content = [{"token": "Wine", "logprob": -1.0, "offset": at + 11, "top_logprobs": [{"token": "<b>", "logprob": -2.0}]},
+    top = [{"token": "<b>", "logprob": -2.0}]
+    content = [{"token": "Wine", "logprob": -1.0, "offset": at + 11, "top_logprobs": top},
                {"token": " keeps.", "logprob": -0.1, "offset": at + 15, "top_logprobs": []}]
     me = visit()
     answer = stream(*deltas, {"logprobs": {"content": content, "others": entries}})

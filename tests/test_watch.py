@@ -75,7 +75,8 @@ def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatc
     monkeypatch.setattr(runs, "SECTION_BYTES", 500)
     write_run(base_folder, "base", "<b>odd", [
         "", "{", "[1]", "[" * 99_999, '{"step": 1e999}', '{"step": 1, "train/loss": NaN, "val/bpb": 1e999}',
-        f'{{"step": 2, "train/loss": 1{"0" * 400}}}', '{"step": "3", "train/loss": 1}', '{"step": 4, "sample": [[1], 2]}',
+        f'{{"step": 2, "train/loss": 1{"0" * 400}}}', '{"step": "3", "train/loss": 1}',
+        '{"step": 4, "sample": [[1], 2]}',
         '{"step": 5, "sample": [["q", "' + "a" * 9000 + '"]]}', record(6)])
     secret = write_run(tmp_path / "elsewhere", "base", "secret", [record(0)])
     (base_folder / "mid_checkpoints" / "pipe").mkdir(parents=True)
@@ -137,13 +138,14 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
         log = base_folder / "base_checkpoints" / "live" / "metrics.jsonl"
         first = json.loads(log.read_text().split("\n")[0])
         assert first["step"] == 0
-        [words, value] = re.fullmatch(r"(step 0): ([\d.]+) bits per byte", slider.get_attribute("aria-valuetext")).groups()
+        said = slider.get_attribute("aria-valuetext")
+        [words, value] = re.fullmatch(r"(step 0): ([\d.]+) bits per byte", said).groups()
         assert float(value) == float(f"{first['val/bpb']:.3g}")
         me.page.wait_for_timeout(2500)
         assert slider.get_attribute("aria-valuetext").startswith(words), "an update leaves the cursor where it is"
         assert me.page.evaluate("document.documentElement.scrollWidth") <= 375
 
-        me.page.get_by_label("<b>other").check()
+        me.page.get_by_role("checkbox", name="<b>other").check()
         assert me.page.get_by_role("article").count() == 2
         train.send_signal(signal.SIGTERM)
         assert train.wait(60) in (0, 143)

@@ -155,7 +155,7 @@ class ChatReply(Reply):
     def show(self, placed: Sequence[PlacedLogprob]) -> Json:
         """
         Log-probabilities of the content's tokens. Their bytes, joined, are the text of the content. An extension: those
-        of all other tokens, which mark parts or belong to calls, in `others`, and the offset of each in the parts' text.
+        of all other tokens, marks or parts of calls, in `others`, and the offset of each in the text of all parts.
         """
         shown: Json = {"content": [], "others": []}
         for one in placed:
