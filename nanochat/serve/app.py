@@ -120,7 +120,7 @@ async def page(watches: bool, http: HttpRequest) -> Response:
     html = (FOLDER / "ui.html").read_text(encoding="utf-8")
     for name in PARTS:
         html = html.replace(f"/* {name} */", (FOLDER / name).read_text(encoding="utf-8"))
-    html = html.replace("NONCE", nonce).replace("WATCHES", "yes" if watches else "")
+    html = html.replace("NONCE", nonce).replace('data-watches=""', f'data-watches="{"yes" if watches else ""}"')
     policy = (
         "default-src 'none'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
         f"frame-ancestors 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'")
