@@ -50,11 +50,10 @@ def create_app(
     the runs of the base folder as well, and each model that it returns replaces the others in `models`.
     """
     api = Api(models, max_new_tokens, defaults)
-    runs = Runs()
+    runs = Runs(models)
 
     async def show_runs(http: HttpRequest) -> Response:
-        state = await asyncio.to_thread(runs.state)
-        return JSONResponse(state | {"models": [model.id for model in models]})
+        return Response(await asyncio.to_thread(runs.state), media_type="application/json")
 
     watched = [Route("/runs", show_runs)] if newer else []
     routes = [

@@ -184,7 +184,8 @@ function updateSamples(view, samples) {
   view.range.ariaValueText = `step ${step}`;
   view.range.hidden = samples.length < 2;
   view.rangeText.textContent = `at step ${steps(step)}${at ? "" : ", the first"}${view.at === null && at ? ", the newest" : ""}`;
-  show(view.texts, texts.flatMap(([question, answer]) => [el("dt", {}, question), el("dd", {}, answer || "(nothing)")]));
+  const pairs = Array.isArray(texts) ? texts.filter(Array.isArray) : [];  // a log may hold anything
+  show(view.texts, pairs.flatMap(([question, answer]) => [el("dt", {}, question), el("dd", {}, answer || "(nothing)")]));
 }
 
 function updateTable(view, names, results) {
@@ -193,7 +194,7 @@ function updateTable(view, names, results) {
   show(view.heads, [el("td"), ...columns.map((stage) => el("th", { scope: "col", className: "right" }, STAGES[stage]))]);
   show(view.rows, rows.map(([name, row]) => el("tr", {}, el("th", { scope: "row" }, name), ...columns.map((stage) => {
     const value = row[stage];
-    return el("td", { className: "right" }, value === undefined ? "–" : typeof value === "number" ? figure(value) : value);
+    return el("td", { className: "right" }, value === undefined ? "–" : typeof value === "number" ? figure(value) : String(value));
   }))));
 }
 
