@@ -16,6 +16,7 @@ from test_ui import ALPHABET, CHROMIUM, Visit, browser, wait_until, write_model 
 
 from nanochat.serve import runs
 from nanochat.serve.runs import Runs
+from nanochat.training.run_report import write_section
 from scripts.once import once
 
 
@@ -73,7 +74,7 @@ def test_a_long_curve_is_the_mean_of_neighbours(base_folder, monkeypatch):
 
 def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatch):
     """Lines that are no records, numbers that are none, links out of the folder, a pipe, sections of any shape."""
-    monkeypatch.setattr(runs, "FILE_BYTES", 500)
+    monkeypatch.setattr(runs, "FILE_BYTES", 700)
     write_run(base_folder, "base", "<b>odd", [
         "", "{", "[1]", "[" * 99_999, '{"step": 1e999}', '{"step": 1, "train/loss": NaN, "val/bpb": 1e999}',
         f'{{"step": 2, "train/loss": 1{"0" * 400}}}', '{"step": "3", "train/loss": 1}',
@@ -84,9 +85,10 @@ def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatc
     (base_folder / "mid_checkpoints" / "link").symlink_to(secret.parent)
     sections = base_folder / "report" / "sections" / "data" / "<b>odd"
     sections.mkdir(parents=True)
-    (sections / "chat_eval_sft.json").write_text('{"results": {"sft": {"Lookup": "93.2%", "huge": 1e999}, "rl": 7}}')
-    (sections / "chat_eval_mid.json").write_text('{"results": {"mid": {"Lookup": NaN}}}')
-    (sections / "chat_eval_rl.json").write_text(json.dumps({"results": {"rl": {"huge": "x" * 500}}}))
+    write_section("chat_eval_sft", "Chat", "", "sft", {"Lookup": "93.2%"}, data="data", model_tag="<b>odd")
+    (sections / "chat_eval_base.json").write_text('{"model": "base", "results": {"huge": 1e999}}')
+    (sections / "chat_eval_mid.json").write_text('{"model": "mid", "results": {"Lookup": NaN}}')
+    (sections / "chat_eval_rl.json").write_text(json.dumps({"model": "rl", "results": {"Lookup": "x" * 700}}))
     (sections / "base_eval.json").write_text("half of a sect")
     steps = base_folder / "once" / "steps.jsonl"
     steps.parent.mkdir()
@@ -95,7 +97,7 @@ def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatc
     shown = state(Runs())
     assert before == {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}, "nothing is written"
     [run] = shown["runs"]
-    assert run["tag"] == "<b>odd" and run["results"] == {"Lookup": {"sft": "93.2%"}, "huge": {"sft": None}}
+    assert run["tag"] == "<b>odd" and run["results"] == {"Lookup": {"sft": "93.2%"}, "huge": {"base": None}}
     assert run["stages"]["base"]["curves"] == {"train/loss": [[6, 1.1429]]}
     assert run["stages"]["base"]["samples"] == [[4, "x"]]
     assert shown["steps"] == [{"name": "a", "began": 1, "ended": 3, "code": 0}]

@@ -88,7 +88,7 @@ def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer, count: int = 8
     samples = []
     for index, (answer,) in zip(indices, generate_answers(tasks, indices, model, tokenizer, sampling, 1, count, True)):
         questions = [message["content"] for message in tasks[index]["messages"] if message["role"] == "user"]
-        forms = {"text": "{}", "python": "[{}", "python_output": " = {}]"}
+        forms = {"text": "{}", "python": "[{}", "python_output": " = {}] "}
         written = "".join(forms[part["type"]].format(part["text"]) for part in to_parts(tokenizer, answer.tokens))
         samples.append((questions[-1], written))
     return samples

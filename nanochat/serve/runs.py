@@ -189,9 +189,10 @@ def results_of(tag: str) -> dict[str, Json]:
     rows: dict[str, Json] = {}
     for name in ("base_eval", *(f"chat_eval_{stage}" for stage in STAGES)):
         for path in (base_dir() / "report" / "sections").glob(f"*/*/{name}.json"):
-            results = read_object(read_end(path)).get("results") if path.parent.name == tag else None
-            for stage, values in results.items() if isinstance(results, dict) else ():
-                for row, value in values.items() if isinstance(values, dict) else ():
+            section = read_object(read_end(path)) if path.parent.name == tag else {}
+            results, stage = section.get("results"), section.get("model")
+            if isinstance(results, dict) and isinstance(stage, str):
+                for row, value in results.items():
                     rows.setdefault(row, {})[stage] = value
     return rows
 
