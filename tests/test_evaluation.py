@@ -134,7 +134,7 @@ def test_the_log_is_complete_after_a_kill(tmp_path, capsys):
         (0, 4.0), (1, 3.0), (2, 1.0)], "what a killed run wrote beyond its checkpoint is gone"
     for record in records:
         assert record.keys() == {"step"} | {
-            f"train/{what}" for what in ("loss", "grad_norm", "lrm", "dt", "tok_per_sec", "mfu")}
+            f"train/{what}" for what in ("steps", "loss", "grad_norm", "lrm", "dt", "tok_per_sec", "mfu")}
         assert record["train/tok_per_sec"] == pytest.approx(1000 / record["train/dt"])
         assert record["train/mfu"] == pytest.approx(1000 * 10 / record["train/dt"] / 1e9)
     ema, weights = 0.0, 0.0
