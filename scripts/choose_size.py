@@ -1,5 +1,5 @@
 """
-How large a model speedrun.sh trains on this machine, how long that takes, and what it costs.
+How large a model speedrun.sh trains on this machine: hours, cost, disk, and the variables of its commands.
 
     python -m scripts.choose_size                     # for what is here; on a CPU the minutes of runs/cpu.sh
     python -m scripts.choose_size --plan=8,H100,80    # for GPUs that are not here
@@ -11,7 +11,7 @@ from configurator import configure
 
 file = ""                   # for RANKS, DEPTH, …; empty: they are printed
 plan = ""                   # 8,H100,80: GPUs to choose for, instead of those that are here
-price = 2.5                 # [0..] dollars per GPU and hour
+price = 2.5                 # [0..] dollars per GPU and hour; a guess of November 2026 for an H100
 depth = 2                   # [1..] of a CPU's model; that of GPUs is chosen
 configure(globals())
 
@@ -22,14 +22,15 @@ from pathlib import Path
 import torch
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.choice import DISK, MAX_HOURS, MFU, SHARDS, VOCAB_SIZE, cpu_minutes, parse_gpus, pretraining
-from nanochat.plan.memory import GIB, largest_rows
+from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, cpu_minutes, disk, disk_bytes, parse_gpus
+from nanochat.plan.memory import GIB, largest_rows, shaped
+from nanochat.plan.step_time import FP8_GPUS
 from nanochat.plan.step_trial import rows_that_train, try_steps
 from nanochat.runtime.compiling import has_compiler
 from nanochat.runtime.devices import choose_device_type, compute_dtype
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
-from nanochat.runtime.flops import datasheet_peak, peak_flops
+from nanochat.runtime.flops import datasheet_gpu, gpu_here
 
 kept: dict[str, str] = {}
 if Path(file).is_file():
@@ -43,7 +44,7 @@ def keep(variables: str) -> None:
         print(variables)
 
 
-gpus, gpu, memory = parse_gpus(plan) if plan else (torch.cuda.device_count(), "", 0.0)
+gpus, name, memory = parse_gpus(plan) if plan else (torch.cuda.device_count(), "", 0.0)
 device = torch.device("cuda" if plan else choose_device_type(""))
 dtype = torch.bfloat16 if plan else compute_dtype("auto", device)
 
@@ -55,54 +56,45 @@ if not gpus:
     print(f"on this machine this will take about {alone:.0f} minutes{beside}")
     raise SystemExit(0)
 
-# ---- GPUs: the largest depth that fits and is pretrained within half a day, or the smallest however long it takes
+# ---- GPUs
 if not plan and importlib.util.find_spec("datasets") is None:
     raise UserError("the tasks need the datasets package: . ./setup.sh hub")
+gpu = datasheet_gpu(name) if plan else gpu_here(device)
 ranks = 2 ** (gpus.bit_length() - 1)  # a power of two, which divides every batch
-rate = MFU * (datasheet_peak(gpu) if gpu else peak_flops(device, torch.bfloat16))
-# No GPU has confirmed that more than 16 rows fit. A step of mid-training has 256 over all ranks.
-most = min(16, 256 // ranks)
 
 
-def rows_that_fit(depth: int, checkpointing: bool) -> int:
-    how = config_from_depth(depth, VOCAB_SIZE, 2048, arch="modern"), dtype, "cuda", True
+def rows_that_fit(most: int, depth: int, checkpointing: bool) -> int:
+    how = config_of(depth), dtype, "cuda", True
     if plan:
         return largest_rows(memory * GIB, most, *how, ranks, checkpointing=checkpointing)
     return rows_that_train(most, *how, checkpointing=checkpointing, ranks=ranks)
 
 
-depths = [int(kept["DEPTH"])] if kept else list(DISK)
-for depth in depths:
-    config = config_from_depth(depth, VOCAB_SIZE, 2048, arch="modern")
-    if pretraining(config, ranks, 1, rate).hours > MAX_HOURS and depth != depths[-1]:
-        continue
-    rows, recompute = int(kept.get("ROWS", 0)), kept.get("RECOMPUTE") == "True"
-    if not kept:
-        rows = rows_that_fit(depth, checkpointing=False)
-        # Where hardly one row fits, activations are computed twice.
-        recompute = rows < 4
-        if recompute:
-            rows = rows_that_fit(depth, checkpointing=True)
-    if rows:
-        break
+if kept:
+    choice = Choice(int(kept["DEPTH"]), int(kept["ROWS"]), kept["RECOMPUTE"] == "True")
 else:
-    raise UserError(f"depth {depth} does not fit into this GPU's memory")
+    choice = choose_size(ranks, gpu, rows_that_fit)
+depth, rows, recompute = choice
+size = SIZES[depth]
 if not kept and not plan:
     base_dir().mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(base_dir()).free / GIB
-    if free < DISK[depth]:
-        raise UserError(f"depth {depth} wants {DISK[depth]} GiB of disk, and {free:,.1f} are free in {base_dir()}; "
+    if free < disk(depth):
+        raise UserError(f"depth {depth} wants {disk(depth)} GiB of disk, and {free:,.1f} are free in {base_dir()}; "
                         "free some there, or set NANOCHAT_BASE_DIR to a folder of a larger disk")
-keep(f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} SHARDS={SHARDS[depth]}")
+fp8 = gpu.name in FP8_GPUS
+keep(f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} FP8={fp8} "
+     f"VOCAB={size.vocab_size} RATIO={size.ratio:g} SHARDS={size.shards}")
 
-# ---- How long, and for how much. All GPUs are paid for, also those that stand idle, and the stages after pretraining.
-run = pretraining(config, ranks, rows, rate)
-least, longest = run.hours + 8 / ranks, run.hours + 16 / ranks
-idle = f"{gpus - ranks} of them stand idle, so rent {ranks}; " if ranks < gpus else ""
-print(f"depth {depth}: {run.flops_per_token:.3g} FLOPs per token; {run.steps:,} steps of {run.total_batch_size:,} "
-      f"tokens in {run.micro_steps} micro-step(s)\n{ranks} x {gpu or 'GPU'} at {MFU:.0%} MFU: pretraining takes "
-      f"{run.hours:.2f} hours if all communication hides; mid-training and fine-tuning on half a billion tokens, "
-      "downloads, compiling, evaluations and reinforcement learning take another hour or two on eight H100, longer on "
-      f"fewer or slower ones\nin all about {least:.0f} to {longest:.0f} hours and ${least * gpus * price:.0f} to "
-      f"${longest * gpus * price:.0f} for {gpus} GPUs at ${price:g} per GPU and hour; {idle}disk: {DISK[depth]} GiB; "
-      f"downloads: {SHARDS[depth] * 0.09:.0f} GB of text, and the tasks")
+# ---- How long, and for how much. All GPUs are paid for, also those that stand idle, and the stages after pretraining
+whole = cost(choice, ranks, gpu)
+run = whole.run
+parameters = sum(p.numel() for p in shaped(config_of(depth)).parameters())
+idle = f"\n{gpus - ranks} of {gpus} GPUs stand idle: rent {ranks}" if ranks < gpus else ""
+print(f"depth {depth}: {parameters / 1e6:,.0f} million parameters; {run.steps:,} steps of {run.total_batch_size:,} "
+      f"tokens in {run.micro_steps} micro-step(s)\n"
+      f"pretraining on {ranks} x {gpu.name}: {whole.hours:.2f} hours at {whole.rate:,.0f} tokens per second, "
+      f"{whole.mfu:.0%} MFU; stop a run that shows less than half of that after ten steps\n"
+      f"in all {whole.least:.1f} to {whole.most:.1f} hours with the other stages, downloads and evaluations\n"
+      f"cost {whole.dollars(gpus, price)} for {gpus} GPU(s) at ${price:g} per GPU and hour (--price=…){idle}\n"
+      f"disk {disk(depth)} GiB; downloads {disk_bytes(depth)['text'] / 1e9:.0f} GB of text, 8 of software and tasks")

@@ -37,6 +37,7 @@ import sys
 import torch
 
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
+from nanochat.plan.choice import SIZES, disk
 from nanochat.plan.limits import memory_limits
 from nanochat.plan.memory import GIB, largest_rows
 from nanochat.plan.step_trial import rows_that_train
@@ -112,9 +113,9 @@ if here:
     base_dir().mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(base_dir()).free / GIB
     taken = sum(path.stat().st_size for path in base_dir().rglob("*") if path.is_file()) / GIB
-    wanted = 1 if device.type == "cpu" else 45
+    wanted = 1 if device.type == "cpu" else disk(min(SIZES))
     print(f"{base_dir()}: {free:,.1f} GiB free, {taken:,.1f} taken; speedrun.sh wants 1 GiB on a CPU, on "
-          "GPUs 45 for depth 12 up to 200 for depth 24")
+          f"GPUs {disk(min(SIZES))} for depth {min(SIZES)} up to {disk(max(SIZES))} for depth {max(SIZES)}")
     if free + taken < wanted:
         raise UserError(f"{base_dir()} has {free:,.1f} GiB free, and training takes {wanted}; free some there, or set "
                         "NANOCHAT_BASE_DIR to a folder of a larger disk")

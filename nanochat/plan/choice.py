@@ -1,56 +1,136 @@
-"""What speedrun.sh trains on a machine: depth and rows at a time, and what that takes in hours, dollars and disk."""
+"""What speedrun.sh trains on a machine: depth and rows at a time, and what that takes in hours and disk."""
 import re
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from nanochat.model.gpt_config import GPTConfig
+import torch
+
+from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.recipe import choose_batch_size
 from nanochat.optim.schedule import accumulation_steps
-from nanochat.plan.memory import shaped
+from nanochat.plan.memory import GIB, shaped, split_into_stages, state_bytes
+from nanochat.plan.step_time import FP8_GPUS, step_time
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import Gpu
 
-# The part of its bfloat16 peak that a GPU is assumed to reach.
-MFU = 0.48
 # Hours of pretraining: then all stages are done within a day.
 MAX_HOURS = 12
-VOCAB_SIZE = 32768
-# GiB of disk by depth: text and its tokens; of each of four stages two checkpoints of 14 bytes a parameter, and one
-# that is being written.
-DISK = {24: 200, 20: 130, 16: 80, 12: 45}
-# Shards of about 250 million characters, 4.7 a token: a tenth more than one pass.
-SHARDS = {24: 125, 20: 75, 16: 40, 12: 20}
 # runs/cpu.sh: seconds that do not depend on the model, and how many steps of pretraining the others are worth.
 CPU_SECONDS = 100
 CPU_STEPS = 2000
+# The most rows at a time: a step has 512, and of 32 on, gradients are summed half as often.
+MAX_ROWS = 32
+SHARD = 0.09e9  # bytes of a shard of about 250 million characters, compressed
+SOFTWARE = 12e9  # bytes of torch and its CUDA libraries, the tasks, compiled kernels, the rehearsal
+
+
+class Size(NamedTuple):
+    ratio: float        # tokens to train on, per parameter of matrices and head
+    vocab_size: int
+    shards: int         # of text: a tenth more than one pass
+
+
+SIZES = {22: Size(9.4, 49152, 125), 20: Size(8.0, 32768, 75), 16: Size(8.0, 32768, 40), 12: Size(8.0, 32768, 20)}
 MEMORY = {  # GB of GPUs that are sold with one size only
     "H100": 80, "H200": 141, "GH200": 96, "B200": 180, "MI300X": 192, "A10": 24, "A10G": 24, "L4": 24, "RTX 3090": 24,
     "RTX 4090": 24, "RTX 5090": 32, "A40": 48, "L40S": 48,
 }
 
 
+def config_of(depth: int) -> GPTConfig:
+    return config_from_depth(depth, SIZES[depth].vocab_size, 2048, arch="modern")
+
+
 class Pretraining(NamedTuple):
-    flops_per_token: float
     total_batch_size: int   # tokens of a step
     micro_steps: int
     steps: int
-    hours: float            # if all communication hides behind computing
 
 
 def pretraining(
-    config: GPTConfig, ranks: int, rows: int, rate: float, ratio: float = 8.0, total_batch_size: int = -1
+    config: GPTConfig, ranks: int, rows: int, ratio: float = 8.0, total_batch_size: int = -1
 ) -> Pretraining:
     """
-    What base_train takes with `rows` rows a rank and micro-step, at `rate` FLOP/s a rank, for `ratio` tokens a
-    parameter of matrices and head.
+    What base_train takes with `rows` rows a rank and micro-step for `ratio` tokens a parameter of matrices and head.
     """
-    model = shaped(config)
-    tokens = ratio * model.count_parameters("matrix", "head")
+    tokens = ratio * shaped(config).count_parameters("matrix", "head")
     if total_batch_size == -1:
         total_batch_size = choose_batch_size(-1, tokens, rows * config.sequence_len * ranks)
     micro_steps = accumulation_steps(total_batch_size, rows, config.sequence_len, ranks)
-    steps = max(round(tokens / total_batch_size), 1)
-    flops_per_token = model.estimate_flops()
-    hours = steps * total_batch_size * flops_per_token / (ranks * rate) / 3600
-    return Pretraining(flops_per_token, total_batch_size, micro_steps, steps, hours)
+    return Pretraining(total_batch_size, micro_steps, max(round(tokens / total_batch_size), 1))
+
+
+class Choice(NamedTuple):
+    depth: int
+    rows: int               # at a time on each GPU
+    recompute: bool         # activations: where hardly one row fits, they are computed twice
+
+
+class Cost(NamedTuple):
+    run: Pretraining
+    step: float             # seconds
+    hours: float            # of pretraining
+    least: float            # hours of all stages
+    most: float
+    rate: float             # tokens per second of pretraining
+    mfu: float
+
+    def dollars(self, gpus: int, price: float) -> str:
+        """For all that are rented, also those that stand idle."""
+        return f"${self.least * gpus * price:.0f} to ${self.most * gpus * price:.0f}"
+
+
+def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
+    """
+    Of all stages. Pretraining may take a fifth longer than estimated. The others (mid-training and fine-tuning on half
+    a billion tokens, reinforcement learning, evaluations, downloads, compiling) are guessed: 8 to 16 hours of a GPU.
+    """
+    config = config_of(choice.depth)
+    run = pretraining(config, ranks, choice.rows, SIZES[choice.depth].ratio)
+    step = step_time(config, choice.rows, run.micro_steps, ranks, gpu, gpu.name in FP8_GPUS).seconds
+    hours = run.steps * step / 3600
+    rate = run.total_batch_size / step
+    mfu = rate * shaped(config).estimate_flops() / (ranks * gpu.peak)
+    return Cost(run, step, hours, hours + 8 / ranks, 1.2 * hours + 16 / ranks, rate, mfu)
+
+
+def choose_size(
+    ranks: int, gpu: Gpu, rows_that_fit: Callable[[int, int, bool], int], depths: Iterable[int] = SIZES
+) -> Choice:
+    """
+    The largest depth that fits and is pretrained within half a day, or the smallest however long it takes.
+    rows_that_fit: of the most to try, a depth and whether activations are computed twice. UserError where none fits.
+    """
+    # A step of mid-training has 256 rows over all ranks.
+    most = max(min(MAX_ROWS, 256 // ranks), 1)
+    for depth in depths:
+        if depth != min(SIZES) and cost(Choice(depth, most, False), ranks, gpu).hours > MAX_HOURS:
+            continue
+        rows = rows_that_fit(most, depth, False)
+        recompute = rows < 4
+        if recompute:
+            rows = rows_that_fit(most, depth, True)
+        if rows:
+            return Choice(depth, rows, recompute)
+    raise UserError(f"depth {depth} does not fit into this GPU's memory")
+
+
+def disk_bytes(depth: int) -> dict[str, float]:
+    """
+    What a speedrun leaves on the disk, by what it is: two checkpoints of each of four stages and one that is being
+    written, text and its tokens, and the rest.
+    """
+    (model,) = split_into_stages(config_of(depth))
+    states = state_bytes(2, 1, torch.bfloat16, model.adamw, model.muon)
+    text = SIZES[depth].shards * SHARD
+    characters = SIZES[depth].shards * 250e6
+    return {"checkpoints": 9 * (states.parameters + states.optimizer), "text": text,
+            "tokens": characters / 4.7 * 2, "software": SOFTWARE}
+
+
+def disk(depth: int) -> int:
+    """GiB of disk that a speedrun wants, in whole tens."""
+    return 10 * round(sum(disk_bytes(depth).values()) / GIB / 10 + 0.5)
 
 
 def cpu_minutes(step_ms: float) -> float:

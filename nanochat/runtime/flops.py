@@ -1,7 +1,8 @@
-"""FLOP/s that a device can reach, for the share of them that a run makes use of (MFU)."""
+"""FLOP/s and bytes/s that a device can reach; MFU is the share of the former that a run makes use of."""
 import functools
 import re
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -14,14 +15,45 @@ PEAK_BF16 = {
     "H100": 989e12, "A100": 312e12, "A40": 149.7e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
     "MI300X": 1307e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }
+# Bytes/s of their memories, from the same datasheets; of the smaller A100 with 40 GB.
+BANDWIDTH = {
+    "GB200": 8e12, "B200": 8e12, "H200": 4.8e12, "GH200": 4e12, "H100 NVL": 3.9e12, "H100 PCIe": 2e12,
+    "H100": 3.35e12, "A100": 1.555e12, "A40": 0.696e12, "A10G": 0.6e12, "A10": 0.6e12, "L40S": 0.864e12,
+    "L4": 0.3e12, "MI300X": 5.3e12, "RTX 5090": 1.792e12, "RTX 4090": 1.008e12, "RTX 3090": 0.936e12,
+}
+
+
+class Gpu(NamedTuple):
+    name: str
+    peak: float         # FLOP/s in bfloat16
+    bandwidth: float    # bytes/s of its memory
+
+
+def datasheet_gpu(name: str) -> Gpu:
+    """A GPU by its name in the table, in any case. UserError for any other name."""
+    for known in PEAK_BF16:
+        if known.lower() == name.lower():
+            return Gpu(known, PEAK_BF16[known], BANDWIDTH[known])
+    raise UserError(f"gpu={name} is not in the table; expected one of {', '.join(PEAK_BF16)}")
 
 
 def datasheet_peak(gpu: str) -> float:
-    """Dense bf16 FLOP/s of a GPU by its name in the table, in any case. UserError for any other name."""
-    for name, peak in PEAK_BF16.items():
-        if name.lower() == gpu.lower():
-            return peak
-    raise UserError(f"gpu={gpu} is not in the table; expected one of {', '.join(PEAK_BF16)}")
+    """Dense bf16 FLOP/s of a GPU by its name in the table, in any case."""
+    return datasheet_gpu(gpu).peak
+
+
+def gpu_here(device: torch.device) -> Gpu:
+    """By its datasheet; a device that is not in the table has as many bytes for a FLOP as an H100."""
+    peak = peak_flops(device, torch.bfloat16)
+    name = gpu_name(device) if device.type == "cuda" else ""
+    return Gpu(name or device.type.upper(), peak, BANDWIDTH.get(name, peak * BANDWIDTH["H100"] / PEAK_BF16["H100"]))
+
+
+def gpu_name(device: torch.device) -> str:
+    """The name in the table of the GPU that is here; "" where it is in none."""
+    name = torch.cuda.get_device_name(device)
+    # Whole words, because an RTX A4000 is no A40.
+    return next((part for part in PEAK_BF16 if re.search(rf"\b{part}\b", name)), "")
 
 
 @functools.cache
@@ -31,11 +63,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     two 2048³ matrix products in `dtype`, measured at the first call: then MFU reads as the share of that rate.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for part, peak in PEAK_BF16.items():
-            # Whole words, because an RTX A4000 is no A40.
-            if re.search(rf"\b{part}\b", name):
-                return peak
+        if name := gpu_name(device):
+            return PEAK_BF16[name]
     return measured_matmul_flops(device, dtype)
 
 
