@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # From an empty machine to a model you can talk to, evaluated at every stage, and its report: the commands for eight
-# H100s, four hours. Other GPUs change six variables; without a GPU runs/cpu.sh follows, six to ten minutes.
+# H100s, four hours. Other GPUs change nine variables; without a GPU runs/cpu.sh follows, six to ten minutes.
 #
 #     bash speedrun.sh                # after anything went wrong again: no finished step is repeated, training goes on
 #     bash speedrun.sh --chat --folder=~/notes    # a page shows the run, then chats, and looks things up in your files
 #     bash speedrun.sh --full         # on a CPU: twice the layers, three times the minutes, every stage evaluated
 #     bash speedrun.sh --rehearse     # every stage in small, on GPUs after three steps of the real model
-#     PRICE=2.5 bash speedrun.sh --plan=8,H100,80    # only shows the commands for 8 H100 of 80 GB, hours and dollars
+#     bash speedrun.sh --plan=8,H100,80 --price=2.5  # only shows the commands for 8 H100 of 80 GB, hours and dollars
+#     bash speedrun.sh --run=NAME     # logs the trainings on GPUs to wandb, too, after `wandb login`
 set -euo pipefail
-chat="" folder="" depth=2 rehearsal="" plan="" show=""
+chat="" folder="" depth=2 rehearsal="" plan="" show="" price="" watch=""
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;; --full) depth=4 ;; --rehearse) rehearsal=rehearsal ;;
@@ -18,11 +19,12 @@ for argument in "$@"; do
         --plan | --plan= | --plan=[!1-9]* | --plan=*[,x][Aa]100)  # A100s have 40 or 80 GB
             echo "error: $argument: expected --plan=8,H100,80: how many GPUs, which, and of how many GB" >&2; exit 2 ;;
         --plan=*) plan=${argument#*=} show=--show ;;
+        --price=[0-9]*) price=$argument ;; --run=?*) watch=$argument ;;
         *) echo "error: $argument is unknown; bash speedrun.sh --help lists what is known" >&2; exit 2 ;;
     esac
 done
 cd "$(dirname "$0")"
-. ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
+. ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo "hub${watch:+,wandb}")"  # the larger tasks come from the hub
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
 once() { python -m scripts.once $show "$@"; }  # runs a step unless it is done; a plan only shows it
@@ -30,18 +32,19 @@ once() { python -m scripts.once $show "$@"; }  # runs a step unless it is done; 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 [ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/${rehearsal:-cpu}.sh; exit; }
 
-# ---- Eight H100s: RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125. The recipe is in docs/gpus.md
-python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/gpus" --plan="$plan" --price="${PRICE:-2.5}"
+# ---- Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False FP8=True VOCAB=49152 RATIO=9.4 SHARDS=125. The recipe
+# is in docs/gpus.md
+python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/gpus" --plan="$plan" $price
 . "$NANOCHAT_BASE_DIR/once/gpus"
 tag=speedrun-d$DEPTH made=report/sections/climbmix/speedrun-d$DEPTH
 run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 --shutdown-timeout=300 -m"
-keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE"
-model="--depth=$DEPTH --device_batch_size=$ROWS --save_every=1000 $keep"
+keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $watch"
+model="--depth=$DEPTH --target_param_data_ratio=$RATIO --fp8=$FP8 --device_batch_size=$ROWS --save_every=1000 $keep"
 if [ -z "$plan" ]; then  # before anything is downloaded, three such steps on Python's library: do they fit, and save?
     NANOCHAT_BASE_DIR+=/rehearsal
     once data-python -- python -m scripts.dataset --source=python
     once tokenizer-python --needs data/python/manifest.json --makes tokenizer/python -- \
-        python -m scripts.tok_train --data=python --vocab_size=32768
+        python -m scripts.tok_train --data=python --vocab_size=$VOCAB
     once steps-$tag --needs tokenizer/python --makes report/sections/python/$tag/base_train.json -- \
         ${run/restarts=3/restarts=0} scripts.base_train --data=python --model_tag=$tag --overwrite $model \
         --total_batch_size=$((2 * ROWS * 2048 * RANKS)) --num_iterations=3  # twice the rows: gradients are summed, too
@@ -56,7 +59,7 @@ once data-climbmix -- python -m scripts.dataset --source=climbmix --num_shards=$
 once library -- python -m scripts.library --source=python
 [ -z "$folder" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
 once tokenizer-climbmix --needs data/climbmix/manifest.json --makes tokenizer/climbmix -- \
-    python -m scripts.tok_train --data=climbmix --vocab_size=32768
+    python -m scripts.tok_train --data=climbmix --vocab_size=$VOCAB
 once base-$tag --needs data/climbmix/manifest.json tokenizer/climbmix --makes base_checkpoints/$tag -- \
     $run scripts.base_train --data=climbmix --model_tag=$tag --resume=auto $model
 once base_eval-$tag --needs base_checkpoints/$tag eval_bundle --makes $made/base_eval.json -- \

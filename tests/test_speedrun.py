@@ -16,8 +16,11 @@ from ranks import run_as_main
 from test_runs import problems
 
 from nanochat.plan.choice import CPU_STEPS, cpu_minutes
+from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB
+from nanochat.plan.step_time import step_time
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import Gpu, datasheet_gpu
 from nanochat.tasks import SPEC, TASKS
 
 
@@ -167,13 +170,14 @@ def speedrun(folder: Path, *arguments: str, code: int = 0) -> list[str]:
     return (folder / "calls").read_text().splitlines()
 
 
-EIGHT = "RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125"
+EIGHT = "RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False FP8=True VOCAB=49152 RATIO=9.4 SHARDS=125"
+TWENTY = "FP8=False VOCAB=32768 RATIO=8 SHARDS=75"
 STAGES = ["base_train", "mid_train", "chat_sft", "chat_rl"]
 
 
 def test_what_is_run_on_gpus(tmp_path):
     """Three steps of the same shapes before anything is downloaded; then all stages. A rehearsal has the same steps."""
-    stand_in(tmp_path, 3, "RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=True SHARDS=75")
+    stand_in(tmp_path, 3, f"RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=True {TWENTY}")
     calls = speedrun(tmp_path, f"--folder={tmp_path}")
     (place,) = (i for i, line in enumerate(calls) if "--num_iterations=3" in line)
     trained = {script: line for line in calls[place + 1 :] for script in STAGES if f"scripts.{script} " in line}
@@ -217,7 +221,7 @@ def test_every_machine_has_the_same_steps_in_the_same_order():
 
 
 @pytest.mark.parametrize("argument, code, words", [
-    ("--help", 0, "--plan=8,H100,80    # only shows"), ("-h", 0, "--rehearse     # every stage"),
+    ("--help", 0, "--plan=8,H100,80 --price=2.5  # only shows"), ("-h", 0, "--rehearse     # every stage"),
     ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "/tests-of-none"),
     ("--plan", 2, "error: --plan: expected --plan=8,H100,80"), ("--plan=8,A100", 2, "of how many GB"),
     ("--chatt", 2, "--chatt is unknown")])
@@ -245,24 +249,27 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     Eight H100: the commands in order, hours by hand, and nothing is run or left. Of six GPUs four compute and six are
     paid for, also in the stages after pretraining.
     """
-    plans = [bash(REPO, "speedrun.sh", f"--plan={plan}", PRICE="3", **no_venv()).stdout
+    plans = [bash(REPO, "speedrun.sh", f"--plan={plan}", "--price=3", "--run=mine", **no_venv()).stdout
              for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80", "1,RTX 4090,24")]
     shown, *spelled, six, one = [plan.replace("h100", "H100") for plan in plans]
     assert spelled == [shown] * 2 and not any(base_folder.iterdir())
-    assert "3 to 4 hours and $73 to $97 for 8 GPUs at $3 " in shown and "stand idle" not in shown
-    assert "6 to 8 hours and $109 to $145 for 6 GPUs at $3 " in six and "2 of them stand idle, so rent 4; " in six
-    assert "disk: 200 GiB; downloads: 11 GB of text" in six and " --depth=16 --device_batch_size=8 " in one
+    for plan, words in ((shown, ("cost $57 to $87 for 8 GPU(s) at $3 ", "in all 2.4 to 3.6 hours ")),
+                        (six, ("cost $85 to $131 for 6 GPU(s) at $3 ", "2 of 6 GPUs stand idle: rent 4\n")),
+                        (six, ("disk 190 GiB; downloads 11 GB of text",)), (one, (" --depth=16 ", "=8 --save_every"))):
+        assert [word for word in words if word not in plan] == [], plan
+    assert "stand idle" not in shown and shown.count("--run=mine") == 4
 
     assert problems(shown, REPO) == []
     commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown, re.M)
     stages = "base_train base_eval mid_train chat_eval chat_sft chat_eval chat_rl chat_eval"
     assert commands == ["dataset", "library", "tok_train", *stages.split(), "report"]
-    computing, windows = 12 * 24 * 1536**2 + 32768 * 1536, 6 * 2048 + 18 * 512
-    steps = round(8 * computing / 2**20)
-    hours = (6 * computing + 12 * 1536 * windows) / (8 * 0.48 * 989e12) / 3600  # per token
-    assert f"{steps:,} steps of 1,048,576 tokens in 4 micro-step(s)" in shown
-    assert f"{hours * steps * 2**20:.2f} hours if all communication hides" in shown
-    assert " --depth=24 --device_batch_size=16 " in shown and " --num_shards=125\n" in shown
+    # 9.4 tokens for each parameter of matrices and head; the step's time is in tests/test_plan.py.
+    steps = round(9.4 * (12 * 22 * 1408**2 + 49152 * 1408) / 2**20)
+    step = step_time(config_from_depth(22, 49152, 2048, arch="modern"), 32, 2, 8, datasheet_gpu("H100"), fp8=True)
+    assert f"{steps:,} steps of 1,048,576 tokens in 2 micro-step(s)" in shown
+    assert f"{steps * step.seconds / 3600:.2f} hours at {2**20 / step.seconds:,.0f} tokens per second, 56% MFU" in shown
+    assert " --depth=22 --target_param_data_ratio=9.4 --fp8=True --device_batch_size=32 " in shown
+    assert " --num_shards=125\n" in shown and shown.count("--vocab_size=49152") == 1
 
 
 # ---- How large a model
@@ -273,12 +280,13 @@ def choose(tmp_path, monkeypatch, capsys):
     """A call of scripts.choose_size on a machine that is described; the variables, and what it prints."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # `configure` sets another
 
-    def call(*arguments: str, gpus: int = 0, peak: float = 989e12, rows=lambda *_: 16, ms: float = 0, busy: float = 1,
+    def call(*arguments: str, gpus: int = 0, peak: float = 989e12, rows=lambda *_: 32, ms: float = 0, busy: float = 1,
              free_gib: int = 200) -> tuple[str, str]:
         monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
         monkeypatch.setattr("nanochat.runtime.devices.choose_device_type", lambda _: "cuda" if gpus else "cpu")
         monkeypatch.setattr("nanochat.runtime.devices.compute_dtype", lambda *_: torch.bfloat16)
-        monkeypatch.setattr("nanochat.runtime.flops.peak_flops", lambda *_: peak)
+        name = "H100" if peak == 989e12 else "slow"
+        monkeypatch.setattr("nanochat.runtime.flops.gpu_here", lambda _: Gpu(name, peak, peak / 295))
         monkeypatch.setattr("nanochat.plan.step_trial.rows_that_train", lambda most, config, *_, checkpointing, ranks:
                             min(rows(config.n_layer, checkpointing), most))
         monkeypatch.setattr("nanochat.plan.step_trial.try_steps", lambda config, *_: [
@@ -295,23 +303,23 @@ def choose(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("machine, variables", [
     (dict(gpus=8), EIGHT),                                              # enough of everything
     (dict(gpus=1, peak=3e13, rows=lambda *_: 4),                        # slow: the smallest, however long it takes
-     "RANKS=1 DEPTH=12 ROWS=4 FEW=4 RECOMPUTE=False SHARDS=20"),
-    (dict(gpus=1, rows=lambda _, checkpointing: 2 * checkpointing),     # activations are computed twice
-     "RANKS=1 DEPTH=20 ROWS=2 FEW=2 RECOMPUTE=True SHARDS=75"),
-    (dict(gpus=3, rows=lambda depth, _: 8 if depth < 24 else 0),        # the largest does not fit; one GPU is idle
-     "RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=False SHARDS=75"),
-    (dict(gpus=64), "RANKS=64 DEPTH=24 ROWS=4 FEW=4 RECOMPUTE=False SHARDS=125")])  # of 256 rows in a step
+     "RANKS=1 DEPTH=12 ROWS=4 FEW=4 RECOMPUTE=False FP8=False VOCAB=32768 RATIO=8 SHARDS=20"),
+    (dict(gpus=2, peak=3e14, rows=lambda _, checkpointing: 2 * checkpointing),  # activations are computed twice
+     f"RANKS=2 DEPTH=20 ROWS=2 FEW=2 RECOMPUTE=True {TWENTY}"),
+    (dict(gpus=3, rows=lambda depth, _: 8 if depth < 22 else 0),        # the largest does not fit; one GPU is idle
+     f"RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=False {TWENTY.replace('False', 'True')}"),
+    (dict(gpus=64), EIGHT.replace("RANKS=8", "RANKS=64").replace("ROWS=32", "ROWS=4"))])  # of 256 rows in a step
 def test_the_largest_model_that_fits_and_ends_in_a_day(choose, machine, variables):
     """A run that goes on stays the same model, whatever memory, disk and speed are by then; ranks are those of now."""
     assert choose(**machine)[0] == variables
-    machine |= dict(gpus=2 * machine["gpus"], peak=1e12, rows=lambda *_: 1, free_gib=0)
+    machine |= dict(gpus=2 * machine["gpus"], rows=lambda *_: 1, free_gib=0)
     ranks = int(variables.split()[0].removeprefix("RANKS="))
     assert choose(**machine)[0] == variables.replace(f"RANKS={ranks}", f"RANKS={2 * ranks}")
 
 
 def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
-    with pytest.raises(UserError, match=f"^depth 24 wants 200 GiB of disk, and 199.0 are free in {base_folder};"):
-        choose(gpus=8, free_gib=199)
+    with pytest.raises(UserError, match=f"^depth 22 wants 190 GiB of disk, and 189.0 are free in {base_folder};"):
+        choose(gpus=8, free_gib=189)
     with pytest.raises(UserError, match="^depth 12 does not fit"):
         choose(gpus=8, rows=lambda *_: 0)
     for plan in ("8,A100", "x", "8,H100,many"):
