@@ -1,140 +1,246 @@
 """
-The first minutes on a GPU, in the order of what is most worth knowing; ten at most. Takes one GPU, and writes one
-Markdown file for an issue, gpu_first_hour.md in the base folder.
+The first twelve minutes on a GPU, in the order of what decides. Each part is a process of its own, so that a failure
+costs one part. It writes one Markdown file for an issue, gpu_first_hour.md in the base folder; the last line says which
+estimate of nanochat/plan/step_time.py was wrong.
 
-    python -m bench.gpu_first_hour                               # all parts; each is a process of its own
+    python -m bench.gpu_first_hour                               # all parts
     python -m bench.gpu_first_hour --rehearse                    # the same parts in small, on a CPU
-    python -m bench.gpu_first_hour --part=steps --depth=20       # ms, tok/s, MFU and peak memory of compiled steps
-    python -m bench.gpu_first_hour --part=profile --depth=20     # its longest kernels; how long the device is idle
+    python -m bench.gpu_first_hour --part=steps --rows=32 --fp8  # one part: ms, MFU and peak memory of steps
 """
 from typing import Literal
 
 from configurator import configure
 
-part: Literal["all", "steps", "profile"] = "all"
-rehearse = False            # all parts in small, on a CPU
-depth = 20                  # [1..] layers
-arch = "modern"             # pieces of the model
-vocab_size = 65536          # [300..] tokens
+part: Literal["all", "attention", "products", "steps", "overlap"] = "all"
+rehearse = False            # in small, on a CPU
+data = "climbmix"           # real text; made of three shards where it is missing
+depth = 22                  # [1..] layers
+vocab_size = 49152          # [300..] tokens
 max_seq_len = 2048          # [64..] tokens per row
-device_batch_size = 16      # [1..] rows
-micro_steps = 2             # [1..] in an optimizer step
-steps = 10                  # [3..] optimizer steps measured, after one that compiles
+rows = 16                   # [1..] on each GPU
 fp8 = False                 # the blocks' products in 8 bits
-device_type: Literal["", "cuda", "cpu"] = ""  # empty: the best there is
 configure(globals())
+if rehearse:
+    data, depth, vocab_size, max_seq_len, rows = "tinyworld", 1, 512, 64, 2
 
-import statistics
+import re
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from torch.profiler import profile
 
 from bench.harness import DOCS
-from nanochat.model.fp8 import use_fp8
+from nanochat.corpus.learn_tokenizer import ensure_tokenizer
+from nanochat.corpus.make_dataset import ensure_dataset
+from nanochat.data.shard_reader import iter_texts
+from nanochat.data.tokenizer import tokenizer_dir
+from nanochat.model.fp8 import product, scaled, use_fp8
 from nanochat.model.gpt_config import config_from_depth
+from nanochat.plan.memory import GIB, RankMemory
+from nanochat.plan.step_time import BACKWARD, FORWARD, PRODUCTS, WINDOWS, scores, step_time
 from nanochat.plan.step_trial import set_up_training, train_step
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import synchronize
 from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.files import base_dir, write_text
-from nanochat.runtime.flops import peak_flops
-from nanochat.runtime.tables import markdown_table
+from nanochat.runtime.flops import gpu_here
 from nanochat.training.metrics import peak_memory
+
+HEAD = "| what | measured | estimated | ratio |\n| --- | ---: | ---: | ---: |"
+ROW = r"\| (.+) \| .+ \| .+ \| ([\d.]+) \|"  # with an estimate
+HOUR, BASE = ("-m", "bench.gpu_first_hour"), ("-m", "scripts.base_train")
+# Depth 12 on real text: as it is, and with one change.
+ARMS = ("--arch=modern", "--arch=modern,key_offset=False", "--fp8=True", "--final_lr_frac=0")
 
 
 def run_all() -> None:
-    hour = ["-m", "bench.gpu_first_hour"]
-    doctor, engine = ["-m", "scripts.doctor", "--depth=20"], ["-m", "bench.engine", "--depth=12"]
-    large, slow = ["--depth=20"], 1
+    small = ["--rehearse"] if rehearse else []
+    text = [f"--data={data}", "--depth=12", "--num_iterations=300", "--total_batch_size=131072", "--save_every=150",
+            "--eval_tokens=1048576", "--sample_every=-1", "--overwrite"]
     if rehearse:
-        cpu = ["--device_type=cpu", "--vocab_size=512"]
-        large = [*cpu, "--depth=2", "--max_seq_len=128", "--device_batch_size=2", "--steps=3"]
-        doctor, slow = ["-m", "scripts.doctor", *cpu, "--depth=2", "--max_seq_len=64"], 3
-        engine = ["-m", "bench.engine", "--vocab_size=512", "--new_tokens=8", "--repeats=1", "--batch_size=2"]
-    parts = [
-        ("What fits into memory", 120, doctor),
-        ("Compiled steps, depth 20", 90, [*hour, "--part=steps", *large]),
-        ("Where a step's time goes, depth 20", 60, [*hour, "--part=profile", *large]),
-        ("Decoding", 60, engine),
-        ("fp8, depth 20", 70, [*hour, "--part=steps", "--fp8=True", *large]),
-        ("Model beside its references", 70, ["-m", "pytest", "tests/test_gpt.py", "tests/test_optimizers.py"]),
-    ]
-    page, path = "# The first minutes on a GPU\n", base_dir() / "gpu_first_hour.md"
-    for title, limit, command in parts:
+        text += ["--depth=1", "--max_seq_len=64", "--num_iterations=2", "--total_batch_size=128", "--save_every=1",
+                 "--device_batch_size=2", "--device_type=cpu", "--compile=False", "--eval_tokens=128"]
+    parts = []
+    if not tokenizer_dir(data).exists() and not rehearse:
+        parts += [(["-m", "scripts.dataset", f"--source={data}", "--num_shards=3"], 120),
+                  (["-m", "scripts.tok_train", f"--data={data}", f"--vocab_size={vocab_size}"], 120)]
+    parts += [([*HOUR, f"--part={name}", *small], 60) for name in ("attention", "products")]
+    parts += [([*HOUR, "--part=steps", f"--rows={count}", f"--fp8={eight}", *small], 90)
+              for count in (16, 32) for eight in (False, True)]
+    parts += [([*BASE, *text, f"--model_tag=first{number}", arm], 60) for number, arm in enumerate(ARMS)]
+    again = ["--model_tag=first0", f"--resume_from_step={1 if rehearse else 150}"]  # must end as that arm did
+    ranks = f"--nproc_per_node={max(torch.cuda.device_count(), 1)}"
+    parts += [([*BASE, *text, *again], 60),
+              (["-m", "torch.distributed.run", "--standalone", ranks, *HOUR, "--part=overlap", *small], 90)]
+    page, path, ratios = "# The first minutes on a GPU\n", base_dir() / "gpu_first_hour.md", {}
+    for command, limit in parts:
         began = time.perf_counter()
         try:
-            done = subprocess.run([sys.executable, *command], cwd=DOCS.parent, text=True, timeout=limit * slow,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            done = subprocess.run([sys.executable, *command], cwd=DOCS.parent, text=True, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, timeout=limit * (9 if rehearse else 1))
             output, end = done.stdout, f"exit code {done.returncode}"
         except subprocess.TimeoutExpired as expired:
             output, end = (expired.output or b"").decode(), "ended, too slow"
-        tail = "\n".join(output.splitlines()[-60:])
-        seconds = time.perf_counter() - began
-        section = f"\n## {title}\n\n`python {' '.join(command)}`: {seconds:.0f} s, {end}\n\n```\n{tail}\n```\n"
-        print(section, flush=True)
-        page += section
+        title = " ".join(command)
+        lines = "\n".join(output.splitlines()[-20:])
+        page += f"\n## {title}\n\n{time.perf_counter() - began:.0f} s, {end}\n\n{lines}\n"
+        print(page.rpartition("\n## ")[2], flush=True)
+        ratios |= {f"{title}: {what}": float(ratio) for what, ratio in re.findall(ROW, output)}
         write_text(path, page)
-    print(f"{path} is written")
+    wrong = max(ratios, key=lambda what: max(ratios[what], 1 / max(ratios[what], 1e-9)), default="")
+    page += f"\nFurthest from its estimate: {wrong}, {ratios.get(wrong)} of it\n"
+    write_text(path, page)
+    print(f"{page.splitlines()[-1]}\n{path} is written")
 
 
-def set_up_step() -> tuple:
-    """What `train_step` takes, after the step that compiles."""
+def show(what: str, measured: float, estimated: float = 0.0) -> None:
+    compared = f"{estimated:,.4g} | {measured / estimated:.2f}" if estimated else "- | -"
+    if rank == 0:
+        print(f"| {what} | {measured:,.4g} | {compared} |", flush=True)
+
+
+def rate(what: str, flops: float, function: Callable, share: float, before: float = 0.0) -> float:
+    """Show TFLOP/s beside `share` of the peak, or why not. Returns seconds of a call, less `before`; 0: it fails."""
+    found = []
+    try:
+        for _ in range(4):  # the first warms up
+            began = time.perf_counter()
+            for _ in range(10):
+                function()
+            synchronize(device)
+            found.append((time.perf_counter() - began) / 10 - before)
+    except Exception as error:  # a kernel that is not there, or does not take these shapes
+        print(f"| {what} | {error!s:.90} | - | - |".replace("\n", " "), flush=True)
+        return 0.0
+    seconds = max(min(found[1:]), 1e-9)
+    show(f"{what}: TFLOP/s", flops / seconds / 1e12, share * gpu.peak / 1e12)
+    return seconds
+
+
+# ---- Parts
+
+def attention() -> None:
+    """Each kernel forward and backward, whole and in windows; rows as one text, then cut into documents of the data."""
+    ensure_dataset(data)
+    tokenizer, tokens = ensure_tokenizer(data), rows * max_seq_len
+    q, k, v = (torch.randn(tokens, config.n_head, config.head_dim, device=device, dtype=dtype, requires_grad=True)
+               for _ in range(3))
+    starts, place = set(range(0, tokens + 1, max_seq_len)), 0
+    one = torch.tensor(sorted(starts), device=device, dtype=torch.int32)
+    for text in iter_texts(data, "train"):
+        place += len(tokenizer.encode(text)) + 1
+        if place >= tokens:
+            break
+        starts.add(place)
+    documents = torch.tensor(sorted(starts), device=device, dtype=torch.int32)
+
+    def forward() -> torch.Tensor:
+        if kernel != "cuDNN":
+            return varlen_attn(q, k, v, begins, begins, max_seq_len, max_seq_len, window_size=(window - 1, 0))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            heads = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(*heads, is_causal=True)
+
+    def both() -> None:
+        out = forward()
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    for kernel in ("cuDNN", "FA2", "FA4"):
+        if kernel == "FA4":
+            try:
+                activate_flash_attention_impl("FA4")  # for all calls from then on
+            except ImportError as error:
+                print(f"| FA4 | {error} | - | - |")
+                return
+        for layer in (config.n_layer - 1, 0)[: 1 if kernel == "cuDNN" else 2]:
+            window, flops = config.window(layer), config.n_embd * scores(config, layer) * rows
+            share = WINDOWS if kernel == "FA2" and window < max_seq_len else 1.0
+            for begins in (one, documents)[: 1 if kernel == "cuDNN" else 2]:
+                name = f"{kernel}, window {window}, {len(begins) - 1} texts"
+                there = rate(name, 4 * flops, forward, FORWARD * share)
+                if there:
+                    rate(f"{name}, backward", 10 * flops, both, BACKWARD * share, there)
+
+
+def products() -> None:
+    """Those of a block, forward and backward, and the head's, in bfloat16 and 8 bits."""
+    T, C, V = rows * max_seq_len, config.n_embd, vocab_size
+    for m, n, k in ((T, C, C), (T, 4 * C, C), (T, C, 4 * C), (C, C, T), (4 * C, C, T), (C, 4 * C, T), (T, V, C),
+                    (V, C, T)):
+        a, b = (torch.randn(size, k, device=device, dtype=dtype) for size in (m, n))
+        eight = *scaled(a, torch.float8_e4m3fn), *scaled(b, torch.float8_e4m3fn)
+        name, flops = f"{m} x {n} x {k}", 2 * m * n * k
+        rate(name, flops, lambda a=a, b=b: a @ b.T, PRODUCTS)
+        rate(f"{name}, 8 bits", flops, lambda eight=eight: product(*eight, dtype, fast=True), 2 * PRODUCTS)
+
+
+def compiled_step() -> tuple:
+    """What `train_step` takes, after the step that compiles; two micro-steps."""
     model, sharding, optimizers = set_up_training(config, dtype, device)
     if fp8:
-        use_fp8(model, device, device_batch_size * max_seq_len)
+        use_fp8(model, device, rows * max_seq_len)
     if compiling:
         model.compile_blocks()
-    tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), device=device)
+    arguments = model, sharding, optimizers, torch.randint(vocab_size, (rows, max_seq_len + 1), device=device), 2
     began = time.perf_counter()
-    train_step(model, sharding, optimizers, tokens, micro_steps)
+    train_step(*arguments)
     synchronize(device)
-    print(f"first step, which compiles: {time.perf_counter() - began:.1f} s")
-    return model, sharding, optimizers, tokens, micro_steps
+    show("first step, which compiles: s", time.perf_counter() - began)
+    return arguments
 
 
-def measure_steps() -> None:
-    arguments, seconds = set_up_step(), []
-    for _ in range(steps):
-        began = time.perf_counter()
+def training_steps() -> None:
+    arguments = compiled_step()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    flops = 2 * rows * max_seq_len * arguments[0].estimate_flops()
+    step = step_time(config, rows, 2, 1, gpu, fp8).seconds
+    seconds = rate("model", flops, lambda: train_step(*arguments), flops / step / gpu.peak)
+    show("step: ms", 1e3 * seconds, 1e3 * step)
+    show("MFU: %", 100 * flops / max(seconds, 1e-9) / gpu.peak)
+    memory = RankMemory(config, rows, dtype, device.type, compiling)
+    # On a CPU the process counts, too.
+    bytes_ = memory.states() + max(memory.moments().values()) if device.type == "cuda" else 0
+    show("peak memory: GiB", peak_memory(), bytes_ / GIB)
+    show("compiled again: graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs)
+
+
+def busy(events: list) -> float:
+    """ms in which at least one of these runs."""
+    total = until = 0.0
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        total += max(event.time_range.end - max(event.time_range.start, until), 0)
+        until = max(until, event.time_range.end)
+    return total / 1e3
+
+
+def overlap() -> None:
+    if ranks < 2:
+        print("| NCCL | needs two GPUs | - | - |")
+        return
+    arguments = compiled_step()
+    with profile() as profiler:
         train_step(*arguments)
         synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    step, tokens = statistics.median(seconds), device_batch_size * max_seq_len * micro_steps
-    peak = peak_flops(device, dtype)
-    mfu = arguments[0].estimate_flops() * tokens / step / peak
-    print(f"{1e3 * step:.1f} ms (median of {steps}; {1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}), "
-          f"{tokens / step:,.0f} tok/s, MFU {mfu:.1%}, peak memory {peak_memory():.2f} GiB")
-
-
-def profile_step() -> None:
-    arguments = set_up_step()
-    kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[kind]) as profiler:
-        began = time.perf_counter()
-        for _ in range(3):
-            train_step(*arguments)
-        synchronize(device)
-        wall = 1e6 * (time.perf_counter() - began)
-    spent, busy, until = defaultdict(list), 0.0, 0.0
-    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
-        spent[event.name].append(event.time_range.elapsed_us())
-        busy += max(event.time_range.end - max(event.time_range.start, until), 0)  # what runs at the same time once
-        until = max(until, event.time_range.end)
-    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:25]
-    print(f"three steps: {wall / 1e3:.1f} ms, of which nothing runs on the device: {max(1 - busy / wall, 0):.1%}\n")
-    print(markdown_table(["kernel", "times", "ms", "of the time"], [
-        [name[:90], len(times), f"{sum(times) / 1e3:.1f}", f"{sum(times) / wall:.1%}"] for name, times in longest]))
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    others = [event for event in events if "nccl" not in event.name]
+    show("NCCL in a step: ms", busy([event for event in events if "nccl" in event.name]))
+    show("of it while nothing else runs: ms", busy(events) - busy(others))
 
 
 if part == "all":
     run_all()
 else:
-    rank, ranks, device, dtype = set_up(device_type, "auto")
-    compiling = set_compile(True, device.type)
-    config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch)
-    {"steps": measure_steps, "profile": profile_step}[part]()
+    rank, ranks, device, dtype = set_up("cpu" if rehearse else "", "auto")
+    gpu = gpu_here(device)
+    compiling = set_compile(not rehearse, device.type)
+    config = config_from_depth(depth, vocab_size, max_seq_len, arch="modern")
+    if rank == 0:
+        print(f"{gpu.name}\n\n{HEAD}")
+    {"attention": attention, "products": products, "steps": training_steps, "overlap": overlap}[part]()
     compute_cleanup()

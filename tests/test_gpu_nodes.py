@@ -153,6 +153,18 @@ def test_the_defaults_of_pretraining_fit_into_80_gb():
     assert needed_bytes(config, 4 * rows, torch.bfloat16, "cuda", True) > 79 * GIB
 
 
+def test_the_first_hour_runs_to_its_end_without_a_gpu(base_folder):
+    """In small: every part in a process of its own that ends well; what needs a GPU says so."""
+    done = run_module("bench.gpu_first_hour", "--rehearse")
+    assert done.returncode == 0, done.stderr
+    page = (base_folder / "gpu_first_hour.md").read_text()
+    assert page.count(" s, exit code 0\n") == page.count("\n## ") == 2 + 4 + 4 + 1 + 1, page
+    assert page.count("| - | - |\n") > 5 and "| NCCL | needs two GPUs | - | - |" in page and "No viable backend" in page
+    *_, first, _, _, _, again = re.findall(r"step 00002/00002 \| validation (\S+) ", page)
+    assert first == again, "resumed at its half"
+    assert re.fullmatch(r"Furthest from its estimate: -m bench.* --rehearse: .*, [\d.]+ of it", page.splitlines()[-1])
+
+
 def test_no_cudnn_plans_where_lengths_change(monkeypatch):
     """Eagerly and without gradients, as CORE's passes; whole layers and windows. Training keeps the kernel."""
     seen = []

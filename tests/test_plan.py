@@ -168,7 +168,7 @@ def test_a_step_is_within_4_percent_of_published_ones_and_of_the_counted_one():
 
 
 def test_blocks_of_scores():
-    """A window of 512 in 2,048 tokens: 16 rows of blocks, of which each has its own and four before it, if there are."""
+    """A window of 512 in 2,048 tokens: each of 16 rows of blocks has its own and up to four before it."""
     config = config_from_depth(12, 64, 2048, arch="modern")
     assert [scores(config, layer) for layer in (0, 3)] == [128**2 * (1 + 2 + 3 + 4 + 12 * 5), 128**2 * 16 * 17 // 2]
 
