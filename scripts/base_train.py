@@ -48,6 +48,7 @@ grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0
 warmup_steps = -1           # [-1, 0..] steps in which the learning rate rises, at most a tenth of the run
 warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, in which it falls
 final_lr_frac = -1.0        # [-1, 0..1] the last step's learning rate, as a share of the highest
+look_ahead = -1.0           # [-1, 0..0.9] mean moves by which weights go on after an update in mid-run; 0: none
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = -1            # [-1, 1..] tokens per validation, at most all; -1: 10,485,760 on a CUDA GPU, else 65,536
@@ -168,7 +169,7 @@ if fp8:
 sharding = shard_model(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
 del weights  # with the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
-                              recipe.weight_decay * chosen.decay_factor, chosen.rate_factor)
+                              recipe.weight_decay * chosen.decay_factor, chosen.rate_factor, recipe.look_ahead)
 
 # ---- Resume, exactly: masters, moments, place in the data (the Session below: smoothed loss)
 data_state = None

@@ -10,6 +10,7 @@ from test_zero import Model
 from torch import Tensor
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
+from nanochat.optim.look_ahead import LookAhead
 from nanochat.optim.muon import DistMuon
 from nanochat.optim.zero import shard_model
 from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
@@ -38,6 +39,7 @@ class Run:
         self.sharding = shard_model(self.model, list(self.model.parts), torch.device("cpu"), dtype, stage, shard_size)
         names = [name for name, _ in self.model.named_parameters()]
         self.muon = DistMuon(self.sharding, names, LR, DECAY, MOMENTUM)
+        self.optimizers = [self.muon, LookAhead(self.sharding.shards, 0.5)]
         self.shapes = {name: p.shape for name, p in Model(units, seed=1).named_parameters()}
 
     def steps(self, first: int, last: int, bad: int = -1) -> dict[str, Tensor]:
@@ -48,15 +50,17 @@ class Run:
                 loss = self.model(wanted)
                 loss = loss * float("nan") if step == bad and self.sharding.rank == 0 else loss
                 loss.backward()
-            self.muon.step(self.sharding.reduce_and_clip(loss))
+            stats = self.sharding.reduce_and_clip(loss)
+            for optimizer in self.optimizers:
+                optimizer.step(stats)
             self.sharding.all_gather_params()
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.sharding.whole_tensors()}
 
     def writer(self, tag: str) -> CheckpointWriter:
-        return CheckpointWriter(checkpoint_dir("base", tag), self.sharding, [self.muon], TOKENIZER)
+        return CheckpointWriter(checkpoint_dir("base", tag), self.sharding, self.optimizers, TOKENIZER)
 
     def load(self, tag: str) -> None:
-        load_training_state(find_checkpoint(checkpoint_dir("base", tag)), self.sharding, [self.muon])
+        load_training_state(find_checkpoint(checkpoint_dir("base", tag)), self.sharding, self.optimizers)
         self.sharding.all_gather_params()
 
 

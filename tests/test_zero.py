@@ -16,6 +16,8 @@ from torch.nn import Parameter
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.adamw import DistAdamW
+from nanochat.optim.look_ahead import DECAY as MEAN_DECAY
+from nanochat.optim.look_ahead import LookAhead
 from nanochat.optim.muon import DistMuon, orthogonalize
 from nanochat.optim.partition import equal_ranges, row_ranges
 from nanochat.optim.zero import shard_model
@@ -26,6 +28,7 @@ ROWS = 120      # rows of a batch: they divide by 1, 2, 3, 4 and 5 ranks and by 
 MICRO_STEPS, STEPS, BAD = 2, 4, 2
 LR, DECAY = 0.02, 0.1
 MOMENTUM = [0.85 + 0.01 * step for step in range(STEPS)]
+DISTANCE = [0.0, 0.9, 0.5, 0.9]
 
 # Rows per ranks 1/2, 3/2, 5/4, 17/4, a vector, a scalar; units of which some ranks keep nothing. Two matrices of one
 # shape on five ranks; (17, 8) lies across the boundaries of every flat shard.
@@ -88,7 +91,8 @@ def sharded_run(
     sharding = shard_model(model, list(model.parts), device, dtype, stage, shard_size)
     group = {"shards": [s for s in sharding.shards if s.name in NAMES["adamw"]], "lr": LR}
     muon = DistMuon(sharding, NAMES["muon"], LR, DECAY)
-    optimizers = [DistAdamW([group | {"weight_decay": DECAY}], device), muon]
+    ahead = LookAhead(sharding.shards, 0.9)
+    optimizers = [DistAdamW([group | {"weight_decay": DECAY}], device), muon, ahead]
     whole, norms, applied, losses = [], [], [], []
     for step in range(STEPS):
         rows = row_gradients(step, dyadic)
@@ -104,6 +108,7 @@ def sharded_run(
             loss_sum += loss.detach()
         before = state_of(sharding, optimizers)
         muon.param_groups[0]["momentum"] = MOMENTUM[step]
+        ahead.param_groups[0]["lr"] = DISTANCE[step]
         stats = sharding.reduce_and_clip(loss_sum, share * MICRO_STEPS, grad_clip, stop=rank == 0, save=rank < 2)
         for optimizer in optimizers:
             optimizer.step(stats)
@@ -135,10 +140,15 @@ def state_of(sharding, optimizers) -> list[Tensor]:
 
 
 def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> tuple[dict[str, Tensor], list[float]]:
-    """The same steps on whole float32 tensors: torch's AdamW, and Muon's rule written out around Newton–Schulz."""
+    """
+    The same steps on whole float32 tensors: torch's AdamW; Muon's rule written out around Newton–Schulz; EMA-Nesterov as
+    the paper has it, with the mean of the moves.
+    """
     params = dict(Model().named_parameters())
     momenta = {name: torch.zeros_like(params[name]) for name in NAMES["muon"]}
     second_moments = dict.fromkeys(momenta, 0.0)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    moves = dict.fromkeys(params, 0.0)
     adamw = torch.optim.AdamW([params[name] for name in NAMES["adamw"]], LR, (0.8, 0.95), 1e-10, DECAY)
     history, norms = [], []
     for step in range(STEPS):
@@ -162,6 +172,10 @@ def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> t
                 update = evened * update.norm() / evened.norm()
                 scale = max(1, p.size(0) / p.size(1)) ** 0.5
                 p -= LR * scale * (update + DECAY * p * (update * p > 0))
+            for name, p in params.items():
+                moves[name] = MEAN_DECAY * moves[name] + (1 - MEAN_DECAY) * (p.detach() - before[name])
+                before[name] = p.detach().clone()
+                p.data += DISTANCE[step] * moves[name]
         history.append({name: p.detach().clone() for name, p in params.items()})
     return stacked(history), norms
 

@@ -3,6 +3,7 @@ from typing import Any
 
 from nanochat.model.gpt import GPT
 from nanochat.optim.adamw import DistAdamW
+from nanochat.optim.look_ahead import LookAhead
 from nanochat.optim.muon import DistMuon
 from nanochat.optim.sharding import Sharding
 
@@ -30,9 +31,11 @@ def setup_optimizers(
     matrix_lr: float = 0.02,
     weight_decay: float = 0.0,
     lr_scale: float = 1.0,
-) -> tuple[DistAdamW, DistMuon]:
+    look_ahead: float = 0.0,
+) -> tuple[Any, ...]:
     """
-    (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
+    (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else;
+    with look_ahead, its distance, a LookAhead for all of them as the third, which steps last.
     weight_decay: Muon's. Rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
     lr_scale: multiplies all rates.
     """
@@ -57,4 +60,6 @@ def setup_optimizers(
     adamw = DistAdamW(groups, sharding.device)
     matrices = [name for name, role in roles.items() if role == "matrix"]
     muon = DistMuon(sharding, matrices, matrix_lr * lr_scale, weight_decay)
+    if look_ahead:
+        return adamw, muon, LookAhead(sharding.shards, look_ahead)
     return adamw, muon

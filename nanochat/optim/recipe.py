@@ -33,6 +33,7 @@ class Recipe(NamedTuple):
     warmup_steps: int = 0
     warmdown_ratio: float = 0.6
     final_lr_frac: float = 0.0
+    look_ahead: float = 0.0
 
 
 # A long run of a large model has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 is for 0.88 billion tokens; at
@@ -41,7 +42,7 @@ class Recipe(NamedTuple):
 LONG = 1000  # steps
 LONG_RUN = Recipe(
     embedding_lr=0.3, unembedding_lr=0.008, muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=400,
-    weight_decay=0.205, warmup_steps=40, warmdown_ratio=0.65, final_lr_frac=0.05)
+    weight_decay=0.205, warmup_steps=40, warmdown_ratio=0.65, final_lr_frac=0.05, look_ahead=0.3)
 
 
 def choose_recipe(settings: dict, num_iterations: int, before: dict | None = None) -> Recipe:
@@ -53,7 +54,8 @@ def choose_recipe(settings: dict, num_iterations: int, before: dict | None = Non
     if num_iterations >= LONG and settings["depth"] >= LARGE_DEPTH:
         recipe = LONG_RUN
     if before:
-        recipe = Recipe(**{name: before[name] for name in Recipe._fields})
+        # Version 0.1.0 could not look ahead.
+        recipe = Recipe(**{name: before[name] for name in Recipe._fields if name in before})
     return recipe._replace(**{name: settings[name] for name in Recipe._fields if settings[name] != -1})
 
 

@@ -56,7 +56,10 @@ def apply_schedule(
     lrm: float,
     momentum: float,
 ) -> None:
-    """Set every group's rates for this step from their initial ones; weight decay falls to zero on a cosine."""
+    """
+    Set every group's rates for this step from their initial ones. Weight decay falls to zero on a cosine; a group with a
+    window has a rate of zero outside of it.
+    """
     decay_left = (1 + math.cos(math.pi * min(step / num_iterations, 1.0))) / 2
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -64,6 +67,9 @@ def apply_schedule(
             if "momentum" in group:  # Muon's
                 group["momentum"] = momentum
                 group["weight_decay"] = group["initial_weight_decay"] * decay_left
+            if "window" in group:  # LookAhead's
+                begin, end = group["window"]
+                group["lr"] *= begin <= step / num_iterations < end
 
 
 def accumulation_steps(

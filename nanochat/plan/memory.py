@@ -14,7 +14,7 @@ import torch
 
 from nanochat.model.attention import BLOCKWISE_MAX_LENGTH, query_blocks
 from nanochat.model.gpt import model_without_memory
-from nanochat.model.gpt_config import GPTConfig
+from nanochat.model.gpt_config import LARGE_DEPTH, GPTConfig
 from nanochat.model.loss import chunk_rows
 from nanochat.optim.pipeline import stage_layers
 
@@ -30,7 +30,9 @@ class StateBytes(NamedTuple):
     optimizer: float  # masters and moments
 
 
-def state_bytes(zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: int) -> StateBytes:
+def state_bytes(
+    zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: int, look_ahead: bool = False
+) -> StateBytes:
     """
     adamw, muon: parameters in the optimizers' care. Bytes per parameter of AdamW, in bfloat16 and in float32:
 
@@ -39,7 +41,8 @@ def state_bytes(zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muo
         stage 2    2 + 16/N     4 + 12/N
         stage 3    16/N         16/N
 
-    Muon's are 4 less in what optimizer states share: 14, 6 + 8/N, 2 + 12/N, 12/N; 12, 8 + 4/N, 4 + 8/N, 12/N.
+    Muon's are 4 less in what optimizer states share: 14, 6 + 8/N, 2 + 12/N, 12/N; 12, 8 + 4/N, 4 + 8/N, 12/N. With
+    look_ahead, 4 more are shared for both.
     The paper's 16, 4 + 12/N, 2 + 14/N and 16/N have gradients of 2 bytes: here micro-steps are summed in float32.
     """
     total = adamw + muon
@@ -47,7 +50,7 @@ def state_bytes(zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muo
     parameters = FLOAT32 * share if zero_stage == 3 else dtype.itemsize  # fully_shard keeps the masters' float32 rows
     gradients = FLOAT32 * share if zero_stage >= 2 else FLOAT32
     masters = FLOAT32 if zero_stage < 3 and dtype != torch.float32 else 0
-    moments = FLOAT32 * (2 * adamw + muon)
+    moments = FLOAT32 * (2 * adamw + muon + look_ahead * total)
     return StateBytes(parameters * total, gradients * total, (masters * total + moments) * share)
 
 
@@ -129,7 +132,9 @@ class RankMemory:
     def states(self) -> float:
         """From step to step: parameters, masters and moments; on a CPU the copies of a checkpoint being written."""
         stage = self.stage
-        state = state_bytes(self.zero_stage, self.ranks, self.dtype, stage.adamw, stage.muon)
+        # As in a run of LONG steps; a shorter one does not look ahead.
+        look_ahead = self.config.n_layer >= LARGE_DEPTH
+        state = state_bytes(self.zero_stage, self.ranks, self.dtype, stage.adamw, stage.muon, look_ahead)
         copies = self.itemsize * (stage.adamw + stage.muon) + state.optimizer if self.on_cpu else 0
         # PyTorch's pipeline has a buffer for the streams of each micro-batch, there and back, for each neighbour.
         neighbours = 2 - self.is_first - self.is_last

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from nanochat.model.gpt import GPT, model_without_memory
-from nanochat.model.gpt_config import GPTConfig
+from nanochat.model.gpt_config import LARGE_DEPTH, GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.recipe import LONG_RUN, Recipe
 from nanochat.optim.sharding import Sharding
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.compiling import set_compile
@@ -44,13 +45,14 @@ FREE_SHARE = 0.95
 def set_up_training(
     config: GPTConfig, dtype: torch.dtype, device: torch.device, zero_stage: int = 2, compiled: bool = False
 ) -> tuple[GPT, Sharding, tuple]:
-    """(model, sharding, optimizers); `device` may be "meta"."""
+    """(model, sharding, optimizers), as for a long run; `device` may be "meta"."""
     model = model_without_memory(config)
     weights = None if device.type == "meta" else partial(model.draw, seed=0)
     sharding = shard_model(model, model.units(), device, dtype, zero_stage, weights=weights)
     if compiled:
         model.compile_blocks()
-    return model, sharding, setup_optimizers(model, sharding)
+    recipe = LONG_RUN if config.n_layer >= LARGE_DEPTH else Recipe()
+    return model, sharding, setup_optimizers(model, sharding, look_ahead=recipe.look_ahead)
 
 
 def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Tensor, micro_steps: int) -> None:
