@@ -169,7 +169,7 @@ def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> t
                 squares = update.square().sum(along, keepdim=True)
                 second_moments[name] = 0.9 * second_moments[name] + 0.1 * squares
                 evened = update / second_moments[name].sqrt()
-                update = evened * update.norm() / evened.norm()
+                update = evened * min(p.shape) ** 0.5 / evened.norm()
                 scale = max(1, p.size(0) / p.size(1)) ** 0.5
                 p -= LR * scale * (update + DECAY * p * (update * p > 0))
             for name, p in params.items():

@@ -58,7 +58,8 @@ def orthogonalize(G: Tensor) -> Tensor:
 def even_out(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
     """
     NorMuon (Li et al. 2025, arXiv:2510.05491): the rows of a stack (n, rows, cols), of wide matrices the columns, are
-    divided by the root of their second moment; every matrix keeps its Frobenius norm.
+    divided by the root of their second moment. Every matrix gets the Frobenius norm of a semi-orthogonal one, √min(rows,
+    cols): five polynomials leave small singular values below one, so that matrices with many of them would move less.
 
     second_moment: the moving average of their squared lengths, (n, longer side) float32, moved in place unless ok is 0.
     A common factor has no effect, so an average that began at zero needs no correction.
@@ -69,9 +70,8 @@ def even_out(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
     squares = update.square().sum(dim, dtype=torch.float32)
     average = second_moment.lerp_(squares, (1 - SECOND_MOMENT_BETA) * ok)
     factors = average.clamp(min=SMALLEST).rsqrt()
-    old_norm = squares.sum(-1, keepdim=True)                     # squared
-    new_norm = (squares * factors.square()).sum(-1, keepdim=True)
-    factors = factors * (old_norm / new_norm.clamp(min=SMALLEST)).sqrt()
+    norm = (squares * factors.square()).sum(-1, keepdim=True)  # squared
+    factors = factors * (min(update.shape[-2:]) / norm.clamp(min=SMALLEST)).sqrt()
     return (update * factors.unsqueeze(dim)).to(update.dtype)
 
 
