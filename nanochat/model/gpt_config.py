@@ -25,8 +25,7 @@ ARCHITECTURES = {    # named sets of pieces
 }
 # The depth from which on modern models also have LARGE: what won at depths of 12 to 24, not on a CPU.
 LARGE_DEPTH = 12
-LARGE = dict(key_offset=False, stream_scales=True, subtract_middle=True, narrow_gates=True, qk_scale=1.2,
-             rope_theta=100_000.0)
+LARGE = dict(stream_scales=True, subtract_middle=True, narrow_gates=True, qk_scale=1.2, rope_theta=100_000.0)
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def architecture(arch: str, depth: int = 1) -> dict:
     name, *changes = arch.split(",")
     if name not in ARCHITECTURES:
         raise UserError(f"arch={arch!r}: expected {' or '.join(ARCHITECTURES)}, then changes such as ,smear=False")
-    kinds = {f.name: type(f.default) for f in fields(GPTConfig) if f.default is not MISSING and f.name != "softcap"}
+    kinds = {f.name: type(f.default) for f in fields(GPTConfig) if f.default is not MISSING}
     kinds["head_dim"] = int
     pieces = dict(ARCHITECTURES[name])
     if name == "modern" and depth >= LARGE_DEPTH:
