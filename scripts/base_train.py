@@ -17,7 +17,7 @@ seed = 0                    # [0..] decides weights and the order of the data
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters, activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
-fp8 = False                 # the blocks' products in 8 bits, on H100 and newer; a CPU only emulates it
+fp8: bool | Literal["auto"] = "auto"  # the blocks' products in 8 bits; auto: for depth 22 and more on H100, H200, B200
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Data
 data = "tinyworld"          # name of a data set made by scripts.dataset
@@ -75,7 +75,7 @@ from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader, validation_rows
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, sample
-from nanochat.model.fp8 import use_fp8
+from nanochat.model.fp8 import fp8_pays, use_fp8
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
@@ -139,7 +139,9 @@ total_batch_size, num_iterations, recipe = chosen.total_batch_size, chosen.num_i
 if device_batch_size == -1:
     device_batch_size = math.gcd(total_batch_size // (max_seq_len * world_size), 16 if large else 8)
     config["device_batch_size"] = device_batch_size
-config |= recipe._asdict()  # checkpoints and the report show what was chosen
+if fp8 == "auto":
+    fp8 = compile and fp8_pays(device, model_config.n_embd, device_batch_size * max_seq_len)
+config |= recipe._asdict() | {"fp8": fp8}  # checkpoints and the report show what was chosen
 
 # ---- Micro-steps. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
 uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
@@ -166,6 +168,7 @@ weights = stored_weights(checkpoint) if checkpoint else partial(model.draw, seed
 model.activation_checkpointing = activation_checkpointing
 if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
+    print0("fp8: the blocks multiply in 8 bits, evaluations in " + str(model_dtype).removeprefix("torch."))
 sharding = shard_model(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
 del weights  # with the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,

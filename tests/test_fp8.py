@@ -76,3 +76,12 @@ def test_where_there_is_no_such_product_one_line_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(UserError, match="needs an H100 or newer; this is A100"):
         fp8.use_fp8(model, torch.device("cuda", 0), 1024)
+
+
+@pytest.mark.parametrize("capability, width, tokens, pays", [
+    ((9, 0), 1408, 65536, True), ((10, 0), 1536, 32768, True), ((9, 0), 1280, 65536, False),
+    ((9, 0), 1408, 65544, False), ((8, 0), 1408, 65536, False), ((12, 0), 1408, 65536, False)])
+def test_auto_takes_8_bits_where_they_pay(monkeypatch, capability, width, tokens, pays):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert fp8.fp8_pays(torch.device("cuda", 0), width, tokens) == pays
+    assert not fp8.fp8_pays(torch.device("cpu"), width, tokens)
