@@ -63,6 +63,7 @@ CANDIDATES = {
     "qk_scale": ("qk_scale=1.2", ""),
     "rope_theta": ("rope_theta=100000", ""),
     "initial_scales": ("embedding_std=0.8,fc_scale=0.4", "embedding_std=1.0,fc_scale=1.0"),
+    "look_ahead": ("--look_ahead=0.3", ""),
     "weight_decay": ("--weight_decay=0.2", ""),
     "warmdown": ("--warmdown_ratio=0.65", ""),
     "unembedding_lr_down": ("--unembedding_lr=0.002", ""),

@@ -15,10 +15,10 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$gpus" -ge 1 ]; then
-    DATA=${DATA:-fineweb-edu}
+    DATA=${DATA:-climbmix}
     launch=(torchrun --standalone --nproc_per_node="$gpus" --max-restarts=3 --shutdown-timeout=300 -m)
     model=(--save_every=1000 --keep_last=1)
-    if [ "$DATA" = fineweb-edu ]; then python -m scripts.dataset --source=fineweb-edu --num_shards="${SHARDS:-100}"; fi
+    if [ "$DATA" = climbmix ]; then python -m scripts.dataset --source=climbmix --num_shards="${SHARDS:-100}"; fi
 else
     DATA=${DATA:-tinyworld512}
     launch=(python -m)
@@ -28,7 +28,7 @@ else
     if [ "$DATA" = tinyworld512 ]; then python -m scripts.dataset --source=tinyworld --name="$DATA"; fi
 fi
 if [ ! -e "$NANOCHAT_BASE_DIR/tokenizer/$DATA/tokenizer_nanochat.json" ]; then
-    python -m scripts.tok_train --data="$DATA" --vocab_size="$([ "$DATA" = tinyworld512 ] && echo 512 || echo 65536)"
+    python -m scripts.tok_train --data="$DATA" --vocab_size="$([ "$DATA" = tinyworld512 ] && echo 512 || echo 49152)"
 fi
 
 # train TAG --depth=… --setting=value …: validated at its beginning and end. A finished run whose files are whole is

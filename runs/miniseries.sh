@@ -8,7 +8,7 @@
 # Run it again after anything went wrong: finished runs are skipped, an unfinished one goes on.
 . "$(dirname "$0")/machine.sh"
 if [ "$gpus" -ge 1 ]; then
-    RATIO=${RATIO:-10.5} DEPTHS=${DEPTHS:-"10 12 14 16 18 20"}
+    RATIO=${RATIO:-9.4} DEPTHS=${DEPTHS:-"10 12 14 16 18 20"}
 else
     RATIO=${RATIO:-1} DEPTHS=${DEPTHS:-"1 2 3"}
 fi
