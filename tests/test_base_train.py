@@ -138,7 +138,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, monkeypat
     if compiled:
         monkeypatch.setenv("CHANGE", f"{__name__}.{compiled.__name__}")
     args = [f"--dtype={dtype}", f"--compile={bool(compiled)}", f"--num_iterations={whole}", f"--save_every={half}",
-            "--weight_decay=0.1", f"--arch={arch}"]
+            "--weight_decay=0.1", "--look_ahead=0.5", f"--arch={arch}"]
     straight = trained("--model_tag=straight", *args)
     assert f", {dtype}\n" in straight.stdout
     assert ("\ncompiling, " in straight.stdout) == bool(compiled), "there is no compiler"

@@ -141,8 +141,8 @@ def state_of(sharding, optimizers) -> list[Tensor]:
 
 def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> tuple[dict[str, Tensor], list[float]]:
     """
-    The same steps on whole float32 tensors: torch's AdamW; Muon's rule written out around Newton–Schulz; EMA-Nesterov as
-    the paper has it, with the mean of the moves.
+    The same steps on whole float32 tensors: torch's AdamW; Muon's rule written out around Newton–Schulz; EMA-Nesterov
+    as the paper has it, with the mean of the moves.
     """
     params = dict(Model().named_parameters())
     momenta = {name: torch.zeros_like(params[name]) for name in NAMES["muon"]}

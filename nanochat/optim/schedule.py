@@ -57,8 +57,8 @@ def apply_schedule(
     momentum: float,
 ) -> None:
     """
-    Set every group's rates for this step from their initial ones. Weight decay falls to zero on a cosine; a group with a
-    window has a rate of zero outside of it.
+    Set every group's rates for this step from their initial ones. Weight decay falls to zero on a cosine; a group with
+    a window has a rate of zero outside of it.
     """
     decay_left = (1 + math.cos(math.pi * min(step / num_iterations, 1.0))) / 2
     for optimizer in optimizers:
