@@ -246,7 +246,8 @@ while True:
     #   reduce    one all-reduce of six numbers: loss, count (1 for each rank with a loss), squared norm, not
     #             finite?, stop?, save?; r divides loss and gradients by the sum of the counts and clips
     #   update    AdamW: r changes its 1/N. Muon: the momentum of each matrix goes to one rank (all-to-all), which
-    #             orthogonalizes the matrix and sends the parts back (all-to-all); then r changes its 1/N
+    #             orthogonalizes the matrix and sends the parts back (all-to-all); then r changes its 1/N. LookAhead, in
+    #             mid-run: r moves its 1/N on in the direction of its mean move
     #   gather    r's 1/N of the new weights -> all-gather, unit by unit, while the next step begins; r frees its sum of
     #             gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)

@@ -58,8 +58,9 @@ def orthogonalize(G: Tensor) -> Tensor:
 def even_out(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
     """
     NorMuon (Li et al. 2025, arXiv:2510.05491): the rows of a stack (n, rows, cols), of wide matrices the columns, are
-    divided by the root of their second moment. Every matrix gets the Frobenius norm of a semi-orthogonal one, the root of
-    its shorter side: five polynomials leave small singular values below one, and matrices with many would move less.
+    divided by the root of their second moment. Every matrix gets the Frobenius norm of a semi-orthogonal one, which is
+    the root of its shorter side: five polynomials leave small singular values below one, and matrices with many of them
+    would move less.
 
     second_moment: the moving average of their squared lengths, (n, longer side) float32, moved in place unless ok is 0.
     A common factor has no effect, so an average that began at zero needs no correction.
