@@ -1,6 +1,6 @@
 """Conversations: what is accepted, the tokens they become, which of them are trained, and the rows they fill."""
-import random
 import os
+import random
 import re
 from collections import Counter
 

@@ -15,8 +15,8 @@ from conftest import REPO, run_module, warm_python
 from ranks import run_as_main
 from test_runs import problems
 
-from nanochat.plan.choice import CPU_STEPS, cpu_minutes
 from nanochat.model.gpt_config import config_from_depth
+from nanochat.plan.choice import CPU_STEPS, cpu_minutes
 from nanochat.plan.memory import GIB
 from nanochat.plan.step_time import step_time
 from nanochat.runtime.errors import UserError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, files_below, kind_of, own_path, say
 from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
-from nanochat.inference.retrieval import Library, Passage, connect, key_of, last_part, library_path, stems
+from nanochat.inference.retrieval import Passage, connect, key_of, last_part, library_path, stems
 from nanochat.inference.tools import Tools, open_tools
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
