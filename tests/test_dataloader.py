@@ -2,6 +2,7 @@
 import itertools
 import json
 import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -14,6 +15,7 @@ from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import RowPlanner, TokenizedShards, document_loader, validation_rows
+from nanochat.data.mixture import data_shares
 from nanochat.data.shard_reader import dataset_dir, iter_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
@@ -140,6 +142,41 @@ def test_the_first_rows_are_the_same_for_any_batch_and_ranks(source):
         inputs, targets = map(torch.cat, zip(*batches))
         assert torch.equal(inputs[:7], expected.inputs) and torch.equal(targets[:7], expected.targets)
         assert torch.all(targets[7:] == -1) and torch.all(inputs >= 0)
+
+
+def test_data_sets_share_the_tokens_by_weight(source, tmp_path, capsys):
+    """
+    9 to 1 in tokens, to a row at any moment, on any number of ranks and after a resume; each data set's rows are those
+    that it has alone. The small one goes round again, and says so.
+    """
+    data, tokenizer = source
+    pq.write_table(pa.table({"text": [f"note {i} of {i * i}" for i in range(90)]}), tmp_path / "notes.parquet")
+    make(str(tmp_path / "notes.parquet"))
+    mixed = f"{data} * 9, notes*1", tokenizer
+    alone = torch.cat(steps_of(mixed, 50, 1, 8, 1))
+    again = re.findall("data 'notes' begins again: all of it was read (.) time", capsys.readouterr().out)
+    assert again[0] == "1" and len(again) == int(again[-1])
+    parts = {name: torch.cat(steps_of((name, tokenizer), 50, 1, 8, 1)).tolist() for name in (data, "notes")}
+    taken = {data: 0, "notes": 0}
+    for number, row in enumerate(alone.tolist(), 1):
+        name = next(name for name in taken if parts[name][taken[name]] == row)
+        taken[name] += 1
+        assert abs(taken["notes"] - number / 10) < 1
+    assert taken == {data: 360, "notes": 40}
+    for world_size, micro_steps, rows in ((2, 2, 2), (4, 1, 2)):
+        assert torch.equal(alone, torch.cat(steps_of(mixed, 50, world_size, micro_steps, rows)))
+    batches = loader(mixed, rows=8)
+    state = json.loads(json.dumps([next(batches).step_state for _ in range(31)][-1]))
+    assert torch.equal(alone[30 * 8 :], torch.cat(steps_of(mixed, 20, 4, 1, 2, state=state)))
+    with pytest.raises(UserError, match="cannot continue exactly: data is not"):
+        next(loader((f"{data}*8, notes*2", tokenizer), rows=8, state=state))
+
+
+def test_shares_of_data_sets():
+    assert data_shares("a") == {"a": 1} and data_shares(" a * 3,b") == {"a": 0.75, "b": 0.25}
+    for wrong in ("", "a,", "a*0", "a*-1, b", "a*x", "a, a", "a*inf", "*2"):
+        with pytest.raises(UserError, match="expected data sets, each once, with positive weights"):
+            data_shares(wrong)
 
 
 def test_a_corpus_smaller_than_a_row_says_so(source):

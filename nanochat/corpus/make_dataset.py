@@ -19,6 +19,7 @@ from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.own_files import KIND, own_documents, own_path
 from nanochat.corpus.shards import build
+from nanochat.data.mixture import data_shares
 from nanochat.data.shard_reader import NAMED, OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
@@ -146,7 +147,7 @@ def default_name(source: str) -> str:
 
 def check_name(name: str, source: str) -> None:
     """Names have to be plain folder names, and nothing may take the place of data of another source."""
-    if not name or name.startswith(".") or "/" in name:
+    if not name or name.startswith(".") or set("/,*") & set(name):
         raise UserError(f"{name!r} cannot name a data set: it is the name of its folder; choose one with --name=…")
     there = name if name in NAMED else source
     with contextlib.suppress(UserError):
@@ -157,8 +158,12 @@ def check_name(name: str, source: str) -> None:
                         f"or delete {dataset_dir(name)}")
 
 
-def ensure_dataset(name: str) -> None:
-    """Make `tinyworld` or `python` if it is not there; any other data set has to be there, as in `load_manifest`."""
-    if name in OFFLINE and not (dataset_dir(name) / "manifest.json").exists():
-        make(name)
-    load_manifest(name)
+def ensure_dataset(data: str) -> None:
+    """
+    Make `tinyworld` or `python` if it is not there; any other data set has to be there, as in `load_manifest`. data: as
+    `data_shares` takes it.
+    """
+    for name in data_shares(data):
+        if name in OFFLINE and not (dataset_dir(name) / "manifest.json").exists():
+            make(name)
+        load_manifest(name)

@@ -3,14 +3,17 @@ Text → rows of tokens, the same rows on any number of ranks.
 
 1. Each shard is tokenized once, in the background, into a file of token ids beside the data (2 bytes per token): later
    epochs, evaluations and restarts read it by memory map.
-2. A planner packs documents into rows. It needs only lengths, so every rank plans all rows without communication.
+2. A planner packs documents into rows. It needs only lengths, so every rank plans all rows without communication. Of
+   several data sets each has a planner, and rows are taken from them in turns.
 3. Each rank copies out its own rows of every micro-step, in a thread, some micro-steps early.
 """
 import functools
 import sys
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +23,10 @@ from torch import Tensor
 
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.best_fit import WaitingItems
+from nanochat.data.mixture import data_shares
 from nanochat.data.shard_reader import dataset_dir, fingerprint, shard_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import locked, write_aside
 
@@ -169,6 +174,9 @@ class RowPlanner:
             space -= end - start + 1
         return row
 
+    def tokens_of(self, shard: int) -> np.ndarray:
+        return self.shards.load(shard)[0]
+
     def read(self, rows: list[list[Span]], places: int) -> np.ndarray:
         """The tokens of planned rows, (places, row_len) int64. Places without a row are zeros."""
         bos = np.array([self.shards.tokenizer.get_bos_token_id()])
@@ -177,10 +185,62 @@ class RowPlanner:
         for line, row in zip(out, rows):
             parts = []
             for shard, start, end in row:
-                tokens, _ = self.shards.load(shard)
+                tokens = self.tokens_of(shard)
                 parts += [bos, tokens[start:end]]
             np.concatenate(parts, out=line, casting="unsafe")
         return out
+
+
+class MixturePlanner(RowPlanner):
+    """
+    Rows of several data sets, each packed by a planner of its own; shards are numbered through. The next row is from
+    the data set that would be furthest behind its share of all rows: rows have equally many tokens, so of two data sets
+    each has its share of the tokens to one row at any moment, and nothing is drawn.
+    """
+
+    def __init__(self, planners: list[RowPlanner], shares: list[float], rows: list[int]):
+        """rows: already taken from each."""
+        self.planners, self.shares, self.rows = planners, shares, list(rows)
+        self.shards, self.row_len = planners[0].shards, planners[0].row_len
+        self.first_shards = list(accumulate((len(planner.shards.entries) for planner in planners), initial=0))
+
+    def state(self) -> dict:
+        return {"rows": list(self.rows), "planners": [planner.state() for planner in self.planners]}
+
+    def next_row(self) -> list[Span]:
+        number = sum(self.rows) + 1
+        behind = [share * number - rows for share, rows in zip(self.shares, self.rows)]
+        chosen = behind.index(max(behind))
+        self.rows[chosen] += 1
+        planner, first = self.planners[chosen], self.first_shards[chosen]
+        epoch = planner.position[0]
+        row = planner.next_row()
+        if planner.position[0] > epoch:
+            print0(f"data {planner.shards.data!r} begins again: all of it was read {epoch + 1} time(s)")
+        return [(first + shard, start, end) for shard, start, end in row]
+
+    def tokens_of(self, shard: int) -> np.ndarray:
+        number = bisect_right(self.first_shards, shard) - 1
+        return self.planners[number].tokens_of(shard - self.first_shards[number])
+
+
+def plan_rows(data: str, split: str, tokenizer: Tokenizer, row_len: int, seed: int, state: dict | None) -> RowPlanner:
+    """The planner of a data set, or of several; state: where an earlier one was."""
+    shares = data_shares(data)
+    states = state["planners"] if state and len(shares) > 1 else [state] * len(shares)
+    planners = [RowPlanner(TokenizedShards(name, split, tokenizer), row_len, seed, before)
+                for name, before in zip(shares, states)]
+    if len(planners) == 1:
+        return planners[0]
+    return MixturePlanner(planners, list(shares.values()), state["rows"] if state else [0] * len(planners))
+
+
+def content_of(data: str) -> str:
+    """Equal exactly if texts and shares are: the fingerprint of a data set, or those of several with their shares."""
+    shares = data_shares(data)
+    if len(shares) == 1:
+        return fingerprint(*shares)
+    return ", ".join(f"{fingerprint(name)} * {share:.9f}" for name, share in shares.items())
 
 
 def document_loader(
@@ -193,18 +253,19 @@ def document_loader(
     The rows of an optimizer step are a function of data, tokenizer, seed, rows_per_step and max_seq_len. They are dealt
     out as `BatchShape.micro_steps` and `of_this_rank` say.
 
+    data: a data set, or several as `data_shares` takes them.
     rows_per_step: over all ranks; 0: those of one micro-step.
     state: the step_state of a batch. A loader made from it yields that step again, from its first micro-step on, on any
         number of ranks. UserError when it belongs to other data, tokenizer or settings.
     num_rows: only these first rows have targets, so that an evaluation's sum does not depend on ranks or batch size.
     """
-    identity = {"data": fingerprint(data), "tokenizer": tokenizer.fingerprint, "split": split, "seed": seed,
+    identity = {"data": content_of(data), "tokenizer": tokenizer.fingerprint, "split": split, "seed": seed,
                 "max_seq_len": shape.max_seq_len}
     for key, value in identity.items():
         if state and state[key] != value:
             raise UserError(f"cannot continue exactly: {key} is not what the checkpoint was trained with; "
                             "restore it, or set another --model_tag")
-    planner = RowPlanner(TokenizedShards(data, split, tokenizer), shape.max_seq_len + 1, seed, state)
+    planner = plan_rows(data, split, tokenizer, shape.max_seq_len + 1, seed, state)
     rows_per_step = rows_per_step or shape.rows_per_micro_step
     batches = batches_on_host(planner, shape, rows_per_step, num_rows)
     # Two steps early: opening a shard takes the thread longer than a row does.

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from nanochat.data.mixture import main_data
 from nanochat.runtime.console import is_rank0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
@@ -27,7 +28,9 @@ ORDER = ("data", "tokenizer", "base_train", "base_eval", "chat_eval_base", "mid_
          "chat_eval_sft", "chat_rl", "chat_eval_rl")
 
 def section_path(stage: str, data: str | None, model_tag: str) -> Path:
-    return base_dir() / "report" / "sections" / (data or "unknown") / model_tag / f"{stage}.json"
+    """Of several data sets the first one's folder has the sections."""
+    folder = main_data(data) if data else "unknown"
+    return base_dir() / "report" / "sections" / folder / model_tag / f"{stage}.json"
 
 
 def write_section(stage: str, title: str, body: str, model: str = "", results: dict[str, float | str] | None = None, *,
