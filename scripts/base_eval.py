@@ -21,14 +21,11 @@ eval_tokens = 10485760      # [1..] tokens of each split, at most one pass over 
 core_metric_max_per_task = 500  # [-1..] items of each task of CORE, whose bundle is downloaded; -1: all, 0: no CORE
 configure(globals())
 
-import math
-
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import entropy_floor, held_out_questions, sample_prompts, validation_documents
-from nanochat.data.batch_shape import BatchShape
-from nanochat.data.dataloader import document_loader, validation_rows
-from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
-from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_completes, sample
+from nanochat.data.mixture import data_shares, main_data
+from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
+from nanochat.eval.loss_eval import evaluate_documents, evaluate_split, greedy_completes, sample
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
@@ -36,7 +33,7 @@ from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.checkpoint import find_model, load_checkpoint
 from nanochat.training.run_report import write_section
 
-rank, world_size, device = compute_init(device_type)
+_, _, device = compute_init(device_type)
 checkpoint = find_model("base", model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
 token_bytes = tokenizer.token_bytes()
@@ -51,30 +48,27 @@ elsewhere = "" if data == trained_on else f", measured on {data}"
 name = f"step {meta['step']} of {checkpoint.parent.name}, {origin}{elsewhere}"
 print0(f"model: {name}")
 
-# --- bits per byte on both splits, as in training: rows packed with documents
+# --- bits per byte on both splits of each data set, as in training: rows packed with documents
 results: dict[str, float | str] = {}
-eval_rows = validation_rows(data, tokenizer, eval_tokens, max_seq_len)
-eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
-for split, title in (("train", "training"), ("val", "validation")):
-    shape = BatchShape(device_batch_size, max_seq_len, rank, world_size, device)
-    loader = document_loader(data, split, tokenizer, shape, num_rows=eval_rows)
-    bpb = evaluate_bpb(model, loader, eval_steps, token_bytes)
-    results[f"{title} bits per byte{elsewhere}"] = bpb
-    loader.close()
-    print0(f"{title}: {bpb:.4f} bits per byte")
+for data_set in data_shares(data):
+    of = "" if data_set == main_data(data) else f" of {data_set}"
+    for split, title in (("train", "training"), ("val", "validation")):
+        bpb = evaluate_split(model, data_set, split, tokenizer, eval_tokens, device_batch_size, max_seq_len)
+        results[f"{title} bits per byte{of}{elsewhere}"] = bpb
+        print0(f"{title}{of}: {bpb:.4f} bits per byte")
+data = main_data(data)
 
 # --- CORE: tasks that any model of English can try, above guessing
 if core_metric_max_per_task and (reason := why_no_bundle()):
     print0(f"CORE is left out: {reason}")
 elif core_metric_max_per_task:
-    core, scores = evaluate_core(model, tokenizer, load_tasks(bundle_dir()), core_metric_max_per_task,
-                                 device_batch_size * max_seq_len)
-    core_title = core_name(core_metric_max_per_task)
-    results[core_title] = core
-    for label, score in scores.items():
-        results[f"{core_title}: {label}"] = score
+    core = evaluate_core(model, tokenizer, load_tasks(bundle_dir()), core_metric_max_per_task,
+                         device_batch_size * max_seq_len)
+    results |= {core.name: core.score, f"{core.name}: 95% interval": f"{core.low:.4f} to {core.high:.4f}"}
+    for label, score in core.tasks.items():
+        results[f"{core.name}: {label}"] = score
         print0(f"  {label}: {score:.4f}")
-    print0(f"{core_title}: {core:.4f}")
+    print0(core)
 
 # --- samples: how the data's documents go on, greedily
 rows = []

@@ -20,11 +20,13 @@ compile = True              # compile the blocks and the loss
 fp8: bool | Literal["auto"] = "auto"  # the blocks' products in 8 bits; auto: for depth 22 and more on H100, H200, B200
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Data
-data = "tinyworld"          # name of a data set made by scripts.dataset
+data = "tinyworld"          # data set made by scripts.dataset, or several by shares: climbmix*0.9, notes*0.1
 max_seq_len = -1            # [-1, 1..] tokens per row; -1: 2,048 on a CUDA GPU, else 512
-# ---- Model
+# ---- Model, drawn by the seed, or begun from another one: its tokenizer and all settings that are left out here
 depth = -1                  # [-1, 1..] layers; they set the width, about 64 each; -1: 20 on a CUDA GPU, else 4
-arch = "modern"             # pieces of the model: classic, modern, or one with changes: modern,smear=False
+arch = ""                   # pieces: classic, modern (empty), or one with changes: modern,smear=False
+begin_from = ""             # model_tag of a base model, also an imported one, whose weights are trained further
+source_step: int | None = None  # step of its checkpoint to begin with; None: the newest valid one
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
@@ -72,9 +74,10 @@ from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import entropy_floor, sample_prompts
 from nanochat.data.batch_shape import BatchShape
-from nanochat.data.dataloader import document_loader, validation_rows
-from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
-from nanochat.eval.loss_eval import evaluate_bpb, sample
+from nanochat.data.dataloader import document_loader
+from nanochat.data.mixture import data_shares
+from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
+from nanochat.eval.loss_eval import evaluate_split, sample
 from nanochat.model.fp8 import fp8_pays, use_fp8
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import config_from_depth
@@ -89,23 +92,22 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, hosts_may_change, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.stopping import until_stopped
-from nanochat.training.checkpoint import changed_settings, checkpoint_dir, choose_start, meta_of_same_model
+from nanochat.training.checkpoint import changed_settings, meta_of_same_model
 from nanochat.training.metrics import announce_length, require_wandb
-from nanochat.training.records import duration
+from nanochat.training.pretraining import continued_model, find_beginning
 from nanochat.training.resharding import load_training_state, stored_weights
 from nanochat.training.session import Session
 
 # ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
+data_sets = list(data_shares(data))  # the first one's validation is the run's
 from_rank0(ensure_dataset, data)
-tokenizer = from_rank0(ensure_tokenizer, data)
-token_bytes = tokenizer.token_bytes()
 if core_metric_every > 0 and (reason := why_no_bundle()):
     raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
-# ---- Sizes that were left to the device
+# ---- Sizes that were left to the device, or to the model that this one is begun from
 large = device.type == "cuda"
 if depth == -1:
     depth = 20 if large else 4
@@ -113,10 +115,21 @@ if max_seq_len == -1:
     max_seq_len = 2048 if large else 512
 if eval_tokens == -1:
     eval_tokens = 10_485_760 if large else 65_536
-config |= {"depth": depth, "max_seq_len": max_seq_len, "eval_tokens": eval_tokens}
+
+# ---- Where to start: rank 0 decides for all ranks. Ranks that torchrun restarts go on from their newest checkpoint
+begin = find_beginning(config, f"d{depth}")
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
-model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch, tokenizer.get_bos_token_id())
+if begin.origin:
+    model_config, tokenizer = continued_model(begin.weights, config)
+else:
+    arch = arch or "modern"
+    tokenizer = from_rank0(ensure_tokenizer, data_sets[0])
+    bos = tokenizer.get_bos_token_id()
+    model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch, bos)
+meta = meta_of_same_model(begin.resumed, model_config, tokenizer, data_sets[0]) if begin.resumed else None
+depth, max_seq_len = model_config.n_layer, model_config.sequence_len
+config |= {"depth": depth, "max_seq_len": max_seq_len, "arch": arch, "eval_tokens": eval_tokens}
 model = model_without_memory(model_config)
 parameters = sum(p.numel() for p in model.parameters())
 matmul_parameters = model.count_parameters("matrix", "head")  # the others are looked up, not multiplied
@@ -125,11 +138,6 @@ print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head
        f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
 pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
 model.keep_layers(pipeline.layers)  # removes those of other pipeline stages
-
-# ---- Where to start: rank 0 decides for all ranks. Ranks that torchrun restarts go on from their newest checkpoint
-checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
-checkpoint = choose_start(checkpoints, resume, overwrite, resume_from_step)
-meta = meta_of_same_model(checkpoint, model_config, tokenizer, data) if checkpoint else None
 
 # ---- Horizon, batch, recipe, rates. A resumed run keeps its batch, recipe and rates; its horizon is that of this call
 # Rows of a micro-step of all ranks; where they are chosen the same for 1 to 16 ranks, so that the curve is, too.
@@ -155,16 +163,12 @@ if filled < 1:
     print0(f"warning: {pipeline.dp_ranks} rank(s) do not divide the batch: "
            f"{1 - filled:.0%} of their micro-steps are empty")
 total_tokens = num_iterations * total_batch_size
-seconds = announce_length(num_iterations, total_tokens, flops_per_token, device, model_dtype, world_size)
-month = 30 * 86400  # more is taken for a mistake on a CPU, unless the steps are given
-if device.type == "cpu" and seconds > month and not meta and config["num_iterations"] == -1:
-    raise UserError(f"depth={depth} would train for {duration(seconds)} here, or longer; python -m scripts.doctor says "
-                    "what fits, and without --depth a model is chosen that suits a CPU; --num_iterations=… trains it "
-                    "all the same")
+announce_length(depth, num_iterations, total_tokens, flops_per_token, device, model_dtype, world_size,
+                wanted=meta is not None or config["num_iterations"] != -1)
 
-# ---- Weights: drawn in float32, or the checkpoint's; the same on every rank. Units (embedding, block, head) come one
+# ---- Weights: drawn in float32, or a checkpoint's; the same on every rank. Units (embedding, block, head) come one
 # by one, and each rank keeps its part of each, as zero_stage says. The model is never drawn as a whole
-weights = stored_weights(checkpoint) if checkpoint else partial(model.draw, seed=seed)
+weights = stored_weights(begin.weights) if begin.weights else partial(model.draw, seed=seed)
 model.activation_checkpointing = activation_checkpointing
 if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
@@ -176,24 +180,22 @@ optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.emb
 
 # ---- Resume, exactly: masters, moments, place in the data (the Session below: smoothed loss)
 data_state = None
-if checkpoint:
-    load_training_state(checkpoint, sharding, optimizers)
+if begin.resumed:
+    load_training_state(begin.resumed, sharding, optimizers)
     data_state = meta["data_state"]
-    print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
+    print0(f"resuming from {begin.resumed}{changed_settings(meta['config'], config)}")
 elif resume == "auto":
-    print0(f"nothing to resume in {checkpoints}: starting from step 0")
+    print0(f"nothing to resume in {begin.checkpoints}: starting from step 0")
 
 # ---- Data: the rows of a step depend on its number, the seed and the batch, not on how many ranks share them
 shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_rank, pipeline.dp_ranks, device)
 train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=total_batch_size // max_seq_len,
                                seed=seed, state=data_state)
-eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
-eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
-floor = entropy_floor(data) if rank == 0 else None  # the text's entropy, None where it is not known
+floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy, None where it is not known
 inputs, targets, data_state = next(train_loader)  # data_state: before the first row of their step
 
-session = Session(checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
-                  rate_scales=(chosen.rate_factor, chosen.decay_factor), data=data)
+session = Session(begin.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
+                  rate_scales=(chosen.rate_factor, chosen.decay_factor), data=data, origin=begin.origin)
 metrics = session.metrics
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
 while True:
@@ -212,22 +214,23 @@ while True:
     if validate or measure_core or show_samples:
         with session.evaluation():
             evaluated = pipeline.whole_model(model, sharding)
-            if validate:  # the same rows in every run, for any seed, batch and number of ranks
-                eval_shape = BatchShape(device_batch_size, max_seq_len, rank, world_size, device)
-                validation = document_loader(data, "val", tokenizer, eval_shape, num_rows=eval_rows)
-                metrics.log_validation(step, evaluate_bpb(evaluated, validation, eval_steps, token_bytes), floor)
-                validation.close()
+            if validate:
+                for name in data_sets:
+                    bpb = evaluate_split(evaluated, name, "val", tokenizer, eval_tokens, device_batch_size, max_seq_len)
+                    if name == data_sets[0]:
+                        metrics.log_validation(step, bpb, floor)
+                    else:
+                        metrics.log_validation(step, bpb, of=name)
             if measure_core:
-                core, scores = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
-                                             device_batch_size * max_seq_len)
-                name = core_name(core_metric_max_per_task)
-                metrics.log(step, {f"core/{name}": core} | {f"core/{label}": score for label, score in scores.items()})
-                print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
+                core = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
+                                     device_batch_size * max_seq_len)
+                metrics.log(step, core.record())
+                print0(f"step {step:05d}/{num_iterations:05d} | {core}")
             if show_samples:
                 samples = []
                 with eagerly():
                     # On all ranks: they may have to gather units together.
-                    for prompt in until_stopped(sample_prompts(data)):
+                    for prompt in until_stopped(sample_prompts(data_sets[0])):
                         samples.append((prompt, sample(evaluated, tokenizer, prompt, max_tokens=24)))
                         print0("  " + "".join(samples[-1]))
                 metrics.log(step, {"sample": samples})

@@ -460,6 +460,60 @@ def test_bad_input_is_one_clear_line(base):
     trained("--num_iterations=1", "--model_tag=there", "--overwrite")
 
 
+def test_a_published_model_is_trained_further(base, tmp_path):
+    """
+    Exported, imported, and begun from with two data sets: its tokenizer and pieces stay, and the first validations are
+    what base_eval says of it. The second run goes on exactly when the first model is gone.
+    """
+    texts = tmp_path / "notes"
+    texts.mkdir()
+    for i in range(60):
+        (texts / f"{i}.txt").write_text(f"Note {i}: {i * i} is its square, {i + 7} is seven more. " * 3)
+    make(str(texts))  # it has no tokenizer
+    trained("--model_tag=ours", "--num_iterations=12", "--arch=classic,smear=True", "--dtype=float32")
+    for script, *args in (("export_hf", "--source=base", "--model_tag=ours", f"--output={tmp_path / 'published'}"),
+                          ("import_hf", f"--input={tmp_path / 'published'}", "--model_tag=theirs")):
+        assert run_module(f"scripts.{script}", *args).returncode == 0
+    mixed = "--data=notes * 3, sums * 1"
+    measured = run_module("scripts.base_eval", "--model_tag=theirs", mixed, "--eval_tokens=512",
+                          "--device_batch_size=2", "--core_metric_max_per_task=0")
+    assert measured.returncode == 0, measured.stderr
+    args = [mixed, "--begin_from=theirs", "--depth=-1", "--max_seq_len=-1", "--num_iterations=6", "--save_every=3",
+            "--eval_every=6", "--dtype=float32", "--device_batch_size=2"]
+    begun = trained("--model_tag=further", *args)
+    folder = base / "base_checkpoints"
+    records = read_metrics(folder / "further" / "metrics.jsonl")
+    for of in ("", " of sums"):
+        before, _ = [record[f"val/bpb{of}"] for record in records if f"val/bpb{of}" in record]
+        assert f"\nvalidation{of}: {before:.4f} bits per byte" in measured.stdout
+    assert "\nresuming" not in begun.stdout and "| lrm 1.00 |" in begun.stdout
+    meta = json.loads((folder / "further" / "step_000006" / "meta.json").read_text())
+    assert meta["origin"].startswith("base_checkpoints/theirs/step_000012 (") and meta["model_config"]["smear"]
+    results = json.loads((base / "report/sections/notes/further/base_train.json").read_text())["results"]
+    assert results["begun with the weights of"] == meta["origin"]
+    trained("--model_tag=longer", *args, "--max_seq_len=64", "--arch=rope_theta=50000", "--total_batch_size=256")
+    config = json.loads((folder / "longer" / "step_000006" / "meta.json").read_text())["model_config"]
+    changed = {"sequence_len": 64, "rope_theta": 50000}
+    assert dict(config.items() - meta["model_config"].items()) == changed
+    for wrong, expected in (
+        (["--model_tag=theirs"], "begin_from=theirs needs another --model_tag"), (["--depth=2"], "has 1 layers"),
+        (["--arch=modern"], "has its own architecture"), (["--arch=short_windows=1"], "there is no 'short_windows=1'"),
+        (["--arch=value_embeddings=True"], "does not fit"), (["--begin_from=nobody"], "no valid checkpoint in"),
+        (["--model_tag=ours", "--resume=auto"], "was begun from no model"),
+        (["--begin_from=further", "--source_step=4"], "no valid checkpoint of step 4"),
+    ):
+        result = train("--model_tag=new", *args, *wrong)
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert result.returncode == 1 and len(errors) == 1 and expected in errors[0], f"{wrong}: {result.stderr}"
+    shutil.rmtree(folder / "theirs")
+    for again in (args, [arg for arg in args if "begin" not in arg]):
+        shutil.rmtree(folder / "resumed", ignore_errors=True)
+        shutil.copytree(folder / "further" / "step_000003", folder / "resumed" / "step_000003")
+        shutil.copy(folder / "further" / "metrics.jsonl", folder / "resumed")
+        trained("--model_tag=resumed", *again, "--resume=auto")
+        assert_same_run(base, "further", "resumed", 6)
+
+
 def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base):
     trained("--num_iterations=2")
     train_tokenizer("sums", 350)

@@ -8,6 +8,7 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,7 +19,7 @@ from nanochat.corpus import eval_bundle
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.core_eval import evaluate_core, load_items, load_tasks, rows_of
+from nanochat.eval.core_eval import core_interval, evaluate_core, load_items, load_tasks, rows_of
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import shard_model
@@ -165,10 +166,25 @@ def tokenizer() -> Tokenizer:
 
 def test_scores_are_those_of_the_plain_model_one_item_at_a_time(bundle, tokenizer):
     model = make_model(tokenizer)
-    core, scores = evaluate_core(model, tokenizer, load_tasks(bundle), tokens_per_forward=512)
+    core = evaluate_core(model, tokenizer, load_tasks(bundle), tokens_per_forward=512)
     expected = {label: centered(model, tokenizer, bundle, label) for label in TASKS}
-    assert scores == pytest.approx(expected, abs=1e-12)
-    assert core == pytest.approx(sum(expected.values()) / len(TASKS), abs=1e-12)
+    assert core.tasks == pytest.approx(expected, abs=1e-12)
+    assert core.score == pytest.approx(sum(expected.values()) / len(TASKS), abs=1e-12) and core.name == "CORE"
+    assert core.low < core.score < core.high
+
+
+def test_the_interval_is_that_of_items_drawn_again():
+    """Item by item, of tasks with other sizes and guesses. 5%: of 2,000 draws a percentile is off by a few."""
+    correct, sizes, baselines = np.array([30, 5, 0]), np.array([100, 10, 25]), np.array([0.25, 0.5, 0.0])
+    items = [np.arange(size) < right for right, size in zip(correct, sizes)]
+    rng = np.random.default_rng(1)
+    drawn = []
+    for _ in range(2000):
+        accuracies = np.array([rng.choice(task, len(task)).mean() for task in items])
+        drawn.append(((accuracies - baselines) / (1 - baselines)).mean())
+    low, high = core_interval(correct, sizes, baselines)
+    assert high - low == pytest.approx(np.subtract(*np.percentile(drawn, [97.5, 2.5])), rel=0.05)
+    assert (high + low) / 2 == pytest.approx(np.mean(drawn), abs=0.05 * (high - low))
 
 
 def test_rows_that_are_too_long_lose_what_follows_bos(bundle, tokenizer):
@@ -178,8 +194,8 @@ def test_rows_that_are_too_long_lose_what_follows_bos(bundle, tokenizer):
     assert {row[0] for row in rows} == {tokenizer.get_bos_token_id()} and max(map(len, rows)) == 25
     cut, whole = make_model(tokenizer, sequence_len=24), make_model(tokenizer)
     expected = {task.label: centered(cut, tokenizer, bundle, task.label) for task in tasks}
-    assert evaluate_core(cut, tokenizer, tasks)[1] == pytest.approx(expected, abs=1e-12)
-    assert evaluate_core(whole, tokenizer, tasks)[1] != pytest.approx(expected, abs=1e-12), "the cut tells"
+    assert evaluate_core(cut, tokenizer, tasks).tasks == pytest.approx(expected, abs=1e-12)
+    assert evaluate_core(whole, tokenizer, tasks).tasks != pytest.approx(expected, abs=1e-12), "the cut tells"
 
 
 def core_on_a_rank(rank: int, world_size: int, bundle: Path, stage: int) -> tuple:
@@ -281,15 +297,19 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     records, name = read_metrics(base_folder / "base_checkpoints/d1/metrics.jsonl"), "CORE (up to 10 items a task)"
     measured = {record["step"]: record for record in records if f"core/{name}" in record}
     assert list(measured) == [2, 3]
-    assert measured[3].keys() == {"step", f"core/{name}", *(f"core/{label}" for label in TASKS)}
-    assert f"step 00003/00003 | {name} " in trained.stdout
+    assert measured[3].keys() == {"step", *(f"core/{label}" for label in (name, "low", "high", *TASKS))}
+    low, high = (f"{measured[3][f'core/{bound}']:.4f}" for bound in ("low", "high"))
+    score = f"{name} {measured[3][f'core/{name}']:.4f} (95% interval {low} to {high})\n"
+    assert f"step 00003/00003 | {score}" in trained.stdout
     evaluated = run("base_eval", "--core_metric_max_per_task=10")
     assert evaluated.returncode == 0, evaluated.stderr
     section = base_folder / "report/sections/sums/d1/base_eval.json"
     report = json.loads(section.read_text())
     results = report["results"]
-    assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12) and f"\n{name}: " in evaluated.stdout
-    assert [row for row in results if row.startswith("CORE")] == [name, *(f"{name}: {label}" for label in TASKS)]
+    assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12) and score in evaluated.stdout
+    assert [row for row in results if row.startswith("CORE")] == [
+        name, f"{name}: 95% interval", *(f"{name}: {label}" for label in TASKS)]
+    assert results[f"{name}: 95% interval"] == f"{low} to {high}"
     last = [record["val/bpb"] for record in records if "val/bpb" in record][-1]
     assert results["validation bits per byte"] == pytest.approx(last, rel=1e-6)
     assert "Model: step 3 of d1" in report["body"]

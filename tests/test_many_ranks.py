@@ -19,6 +19,7 @@ from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, warm_python
 from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
 
+from nanochat.corpus.make_dataset import make
 from nanochat.training.checkpoint import problem_with
 from nanochat.training.records import read_metrics
 
@@ -185,6 +186,24 @@ def test_a_run_moves_between_ranks_and_stages(base):
         assert warned == (world_size == 3)
         before, stage_before = tag, stage
     assert difference(losses(base, before), losses(base, "stayed")) < 1e-4
+
+
+def test_a_model_that_is_trained_further_on_two_data_sets_does_not_depend_on_ranks(base):
+    """One rank, four, stage 3 and a pipeline: they read the same weights and rows; then one goes on after a stop."""
+    make(str(base / "texts"), "half", shard_mb=0.005)
+    further = dict(data="sums*9, half", begin_from="source", depth=-1, num_iterations=8, save_every=4)
+    train(1, "source", depth=2, num_iterations=6, arch=ALL_PIECES)
+    train(1, "further", **further)
+    assert losses(base, "further")[0] < losses(base, "source")[0] - 1, "with the weights of the other"
+    for world_size, settings in ((4, {}), (2, dict(zero_stage=3)), (2, dict(zero_stage=1, pipeline_stages=2))):
+        tag = f"further-{world_size}-{len(settings)}"
+        train(world_size, tag, **further, **settings)
+        assert difference(losses(base, tag), losses(base, "further")) < 1e-5, tag
+    shutil.rmtree(folder(base, "source"))
+    shutil.copytree(folder(base, "further-4-0"), folder(base, "stopped-4"))
+    shutil.rmtree(folder(base, "stopped-4") / "step_000008")
+    train(4, "stopped-4", **further, resume="auto")
+    assert_same_run(base, "stopped-4", "further-4-0", 8)
 
 
 def test_a_bad_step_is_nobodys_update(base):

@@ -4,7 +4,8 @@ CORE: how well a base model answers without having been taught to answer. Li et 
 Every task is put to the model as text to continue, after examples that are drawn per item. There are three kinds. In
 multiple choice the endings compete, in schema the beginnings: the lowest mean loss over the tokens that they do not
 share (in schema: of the common ending) wins. In language modelling every token of the ending has to be the most likely
-one. Accuracies are centred, (accuracy − guessing) / (1 − guessing), and CORE is their mean over the tasks.
+one. Accuracies are centred, (accuracy − guessing) / (1 − guessing), and CORE is their mean over the tasks. Its interval
+says how far other items of the same tasks could move it; a run with another seed differs by its training besides.
 
 The bundle is a folder: core.yaml lists the tasks, eval_meta_data.csv the accuracy of guessing, eval_data/ the items.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanochat.data.padding import Row
@@ -31,6 +33,7 @@ from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
 BLOCK = 32  # items that are tokenized and sorted together, always on one rank
+RESAMPLES = 10_000
 
 
 class CoreTask(NamedTuple):
@@ -45,6 +48,22 @@ class CoreTask(NamedTuple):
 class Item(NamedTuple):
     variants: list[str]  # the texts among which the model chooses; in language modelling without and with the ending
     gold: int            # which of them is right
+
+
+class Core(NamedTuple):
+    name: str            # what the score may be called
+    score: float         # mean of the tasks
+    low: float           # bounds of its 95% interval
+    high: float
+    tasks: dict[str, float]  # centred accuracy of each task by its label
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.score:.4f} (95% interval {self.low:.4f} to {self.high:.4f})"
+
+    def record(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        values = {self.name: self.score, "low": self.low, "high": self.high} | self.tasks
+        return {f"core/{label}": value for label, value in values.items()}
 
 
 # ---- The bundle
@@ -136,10 +155,9 @@ def rows_of(task: CoreTask, items: list[Item], index: int, tokenizer: Tokenizer,
 @torch.no_grad()
 def evaluate_core(
     model, tokenizer: Tokenizer, tasks: list[CoreTask], max_per_task: int = -1, tokens_per_forward: int = 16384
-) -> tuple[float, dict[str, float]]:
+) -> Core:
     """
-    CORE, and the centred accuracy of each task by its label, on every rank; the same numbers for any number of ranks.
-    COLLECTIVE.
+    CORE on every rank; the same numbers for any number of ranks. COLLECTIVE.
 
     max_per_task: items of each task at most (-1: all). tokens_per_forward: rows times length, padding included; a row
     that is longer goes alone, and none is longer than the model's own.
@@ -172,12 +190,20 @@ def evaluate_core(
                     correct[number] += item_scores.index(min(item_scores)) == items[index].gold
     sums = torch.tensor(correct, dtype=sum_dtype(device), device=device)
     all_reduce_sum(sums)
-    centered = {}
-    for task, count, size in zip(tasks, sums.tolist(), sizes):
-        centered[task.label] = (count / size - task.baseline) / (1 - task.baseline)
-    return fmean(centered.values()), centered
+    counts = np.array(sums.tolist())
+    baselines = np.array([task.baseline for task in tasks])
+    centered = (counts / sizes - baselines) / (1 - baselines)
+    # CORE is over all items of all tasks.
+    name = "CORE" if max_per_task < 0 else f"CORE (up to {max_per_task:,} items a task)"
+    scores = dict(zip((task.label for task in tasks), centered.tolist()))
+    return Core(name, fmean(scores.values()), *core_interval(counts, np.array(sizes), baselines), scores)
 
 
-def core_name(max_per_task: int) -> str:
-    """What the mean of the scores may be called: CORE is over all items of all tasks."""
-    return "CORE" if max_per_task < 0 else f"CORE (up to {max_per_task:,} items a task)"
+def core_interval(correct: np.ndarray, sizes: np.ndarray, baselines: np.ndarray) -> tuple[float, float]:
+    """
+    95% interval of CORE by bootstrap over the items of each task, arrays (tasks,). Of items that are right or wrong, as
+    many drawn again with replacement are a draw from a binomial distribution.
+    """
+    drawn = np.random.default_rng(0).binomial(sizes, correct / sizes, (RESAMPLES, len(sizes))) / sizes
+    low, high = np.percentile(((drawn - baselines) / (1 - baselines)).mean(1), [2.5, 97.5])
+    return float(low), float(high)

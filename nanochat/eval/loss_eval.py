@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanochat.data.batch_shape import BatchShape
+from nanochat.data.dataloader import document_loader, validation_rows
 from nanochat.data.padding import Row, padded_batch
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
+from nanochat.runtime.collectives import all_reduce_sum, from_rank0, rank_and_size
 from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
@@ -33,6 +35,22 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     all_reduce_sum(total)
     nats, count = total.tolist()
     return nats / math.log(2) / count
+
+
+def evaluate_split(
+    model, data: str, split: str, tokenizer: Tokenizer, eval_tokens: int, device_batch_size: int, max_seq_len: int,
+) -> float:
+    """
+    Bits per byte of a data set's first eval_tokens tokens of a split, at most one pass over validation, in rows packed
+    as in training: the same rows for any seed, batch and number of ranks. COLLECTIVE.
+    """
+    rank, world_size = rank_and_size()
+    shape = BatchShape(device_batch_size, max_seq_len, rank, world_size, next(model.parameters()).device)
+    rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
+    loader = document_loader(data, split, tokenizer, shape, num_rows=rows)
+    bpb = evaluate_bpb(model, loader, math.ceil(rows / shape.rows_per_micro_step), tokenizer.token_bytes())
+    loader.close()
+    return bpb
 
 
 def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> Tensor:

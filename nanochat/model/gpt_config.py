@@ -79,30 +79,39 @@ class GPTConfig:
         return self.sequence_len if whole else math.ceil(self.sequence_len / 4)
 
 
-def architecture(arch: str, depth: int = 1) -> dict:
+def parse_architecture(arch: str) -> tuple[str, dict]:
     """
-    The pieces of "classic" or "modern" at this depth, or of one with changes: "modern,smear=False,head_dim=64".
-    UserError for unknown names and values.
+    (name, changes) of "modern,smear=False,head_dim=64"; name "" where there are changes only, or nothing. UserError for
+    unknown names, pieces and values.
     """
-    name, *changes = arch.split(",")
-    if name not in ARCHITECTURES:
+    name, *parts = arch.split(",")
+    if "=" in name:
+        name, parts = "", [name, *parts]
+    if name and name not in ARCHITECTURES:
         raise UserError(f"arch={arch!r}: expected {' or '.join(ARCHITECTURES)}, then changes such as ,smear=False")
     kinds = {f.name: type(f.default) for f in fields(GPTConfig) if f.default is not MISSING}
     kinds["head_dim"] = int
-    pieces = dict(ARCHITECTURES[name])
-    if name == "modern" and depth >= LARGE_DEPTH:
-        pieces |= LARGE
-    for change in changes:
+    changes: dict[str, bool | int | float] = {}
+    for change in parts:
         piece, _, value = change.strip().partition("=")
         try:
             if kinds[piece] is bool:
-                pieces[piece] = {"True": True, "False": False}[value]
+                changes[piece] = {"True": True, "False": False}[value]
             else:
-                pieces[piece] = kinds[piece](value)
+                changes[piece] = kinds[piece](value)
         except (KeyError, ValueError):
             expected = ", ".join(f"{piece}={kind.__name__}" for piece, kind in kinds.items())
             raise UserError(f"arch={arch!r}: there is no {change.strip()!r}; pieces are {expected}") from None
-    return pieces
+    return name, changes
+
+
+def architecture(arch: str, depth: int = 1) -> dict:
+    """The pieces of an architecture at this depth; arch: as `parse_architecture`, without a name it is modern."""
+    name, changes = parse_architecture(arch)
+    pieces = dict(ARCHITECTURES[name or "modern"])
+    if name != "classic" and depth >= LARGE_DEPTH:
+        pieces |= LARGE
+    return pieces | changes
 
 
 def config_from_depth(
@@ -117,7 +126,7 @@ def config_from_depth(
     the token that begins a document. In short rows of modern models documents are apart (docs/ablations.md).
     """
     pieces = architecture(arch, depth)
-    if arch.startswith("modern") and sequence_len <= SHORT_ROW:
+    if not arch.startswith("classic") and sequence_len <= SHORT_ROW:
         pieces.setdefault("document_token", bos)
     width = math.ceil(depth * LAYER_WIDTH / HEAD_DIM) * HEAD_DIM
     head_dim = pieces.pop("head_dim", HEAD_DIM)

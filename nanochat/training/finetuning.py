@@ -49,20 +49,29 @@ class Start(NamedTuple):
     resumed: dict | None    # also, of an interrupted run that goes on
 
 
+def find_source(folder: Path, step: int | None) -> Path:
+    """
+    The checkpoint of a model whose weights a run begins with, verified. UserError where the model's own run has not
+    reached its end, unless its step is named. COLLECTIVE.
+    """
+    begin = find_checkpoint(folder, step, training=False)
+    if step is None and (place := unfinished(begin)):
+        raise UserError(f"{begin} is {place}: its run was stopped, or is still going on; finish it with "
+                        f"--resume=auto, or start from this step with --source_step={read_meta(begin)['step']}")
+    print0(f"starting from {begin}")
+    return begin
+
+
 def find_start(stage: str, source: str, settings: dict) -> Start:
     """
-    Where a run of a training stage ("mid", "sft", "rl") begins, as the settings of its script say. UserError where the
-    stage before (source) has not reached its end, unless source_step names the step. COLLECTIVE.
+    Where a run of a training stage ("mid", "sft", "rl") begins, as the settings of its script say; source: the stage
+    before. UserError as for `find_source`. COLLECTIVE.
     """
     source_dir, source_step = model_dir(source, settings["model_tag"]), settings["source_step"]
     checkpoints = checkpoint_dir(stage, source_dir.name)
     interrupted = choose_start(checkpoints, settings["resume"], settings["overwrite"])
     if interrupted is None:
-        begin = find_checkpoint(source_dir, source_step, training=False)
-        if source_step is None and (place := unfinished(begin)):
-            raise UserError(f"{begin} is {place}: its run was stopped, or is still going on; finish it with "
-                            f"--resume=auto, or start from this step with --source_step={read_meta(begin)['step']}")
-        print0(f"starting from {begin}")
+        begin = find_source(source_dir, source_step)
         return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), None)
     # Compared by `require_same_data`: the checkpoint that the run would begin with now. Where it is gone, and after a
     # restart by torchrun, which has no reason to stop if the source was trained on: the one it began with.

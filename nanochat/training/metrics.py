@@ -26,6 +26,7 @@ from nanochat.training.records import duration, read_metrics
 EMA_DECAY = 0.9
 # After as many steps in a row without a finite loss and gradient a run ends: it will not recover.
 MAX_BAD_STEPS = 10
+MONTH = 30 * 86400  # seconds
 
 
 def require_wandb(run: str) -> None:
@@ -190,12 +191,17 @@ class Metrics:
             print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite "
                    f"({state['skipped']} so far)")
 
-    def log_validation(self, step: int, bpb: float, floor: float | None = None) -> None:
-        """floor: entropy of the corpus in bits per byte, where it is known."""
+    def log_validation(self, step: int, bpb: float, floor: float | None = None, of: str = "") -> None:
+        """
+        floor: entropy of the corpus in bits per byte, where it is known. of: one of the run's further data sets, whose
+        validation is not the run's.
+        """
         best = self.state["min_val_bpb"]
-        self.state["min_val_bpb"] = bpb if best is None else min(best, bpb)
-        self.log(step, {"val/bpb": bpb} | ({"val/floor": floor} if floor else {}))
-        print0(f"step {step:05d}/{self.num_iterations:05d} | validation {bpb:.4f} bits per byte")
+        if not of:
+            self.state["min_val_bpb"] = bpb if best is None else min(best, bpb)
+        name = f" of {of}" if of else ""
+        self.log(step, {f"val/bpb{name}": bpb} | ({"val/floor": floor} if floor else {}))
+        print0(f"step {step:05d}/{self.num_iterations:05d} | validation{name} {bpb:.4f} bits per byte")
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Measurements; names are <kind>/<what>, and a step has one record of a kind."""
@@ -229,16 +235,22 @@ class Metrics:
             self.wandb.finish()
 
 
-def announce_length(steps: int, tokens: int, flops_per_token: int, device: torch.device, dtype: torch.dtype,
-                    ranks: int) -> float:
-    """Print how long a run is, and return the seconds that it takes at least, at the peak rate of every rank."""
+def announce_length(depth: int, steps: int, tokens: int, flops_per_token: int, device: torch.device,
+                    dtype: torch.dtype, ranks: int, wanted: bool) -> None:
+    """
+    Print how long a run is, at the peak rate of every rank. wanted: somebody gave its number of steps, or it has begun
+    already; otherwise more than a month on a CPU is a UserError.
+    """
     flops = tokens * flops_per_token
     peak = peak_flops(device, dtype)
     seconds = flops / (peak * ranks)
     rate = f"{peak / 1e12:,.2f} TFLOP/s" if peak > 1e11 else f"{peak / 1e9:,.2f} GFLOP/s"
     print0(f"run: {steps:,} steps, {tokens:,} tokens, {flops:.2e} FLOPs, at least {duration(seconds)}, "
            f"at the peak of {rate} per rank")
-    return seconds
+    if device.type == "cpu" and seconds > MONTH and not wanted:
+        raise UserError(f"depth={depth} would train for {duration(seconds)} here, or longer; python -m scripts.doctor "
+                        "says what fits, and without --depth a model is chosen that suits a CPU; --num_iterations=… "
+                        "trains it all the same")
 
 
 def peak_memory() -> float:

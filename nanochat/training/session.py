@@ -98,6 +98,8 @@ class Session:
     def report(self, title: str, results: dict, note: str = "", floor: float | None = None) -> None:
         """After the end: write the stage's section of the report (note, then settings), say how to try its model."""
         model_tag = self.saver.folder.name
+        if origin := self.meta.get("origin"):
+            results = {"begun with the weights of": origin} | results
         write_section(self.section, title, note + settings_table(self.settings), self.stage, results,
                       data=self.meta["data"], model_tag=model_tag, metrics=self.metrics.path, floor=floor)
         print0(f"talk to it: python -m scripts.chat_cli --source={self.stage} --model_tag={model_tag}")
