@@ -65,7 +65,7 @@ from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, sample_answers, seed_with
 from nanochat.inference.sampling import SamplingParams
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.collectives import gather_objects
+from nanochat.runtime.collectives import all_reduce_sum, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
@@ -156,15 +156,22 @@ while True:
     # --- one optimizer step, as in base_train: -sum of advantage * log p over the sampled tokens of all ranks, which
     # reduce_and_clip divides by their number
     step_loss = torch.zeros((), device=device)
+    off = torch.zeros(2, device=device)  # sum of |log p of the trainer - log p of the sampler|, and tokens
     for number, of_all_ranks in enumerate(micro_steps, 1):
-        rows = [(rollout.ids, rollout.weights()) for rollout in shape.of_this_rank(of_all_ranks)]
+        own = shape.of_this_rank(of_all_ranks)
+        rows = [(rollout.ids, rollout.weights()) for rollout in own]
         longest = len(of_all_ranks[0].ids) if of_all_ranks else 0
         length = padded_length(longest, shape.max_seq_len, device)
         inputs, targets, weights = padded_batch(rows, device_batch_size, length, device)
+        sampler = [(rollout.ids, rollout.logprobs) for rollout in own]
+        _, _, logprobs = padded_batch(sampler, device_batch_size, length, device)
+        weights.requires_grad_()  # their gradients are the tokens' losses, -log p
         with sharding.accumulate(last=number == len(micro_steps)):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()
+        trained = weights.detach() != 0
+        off += torch.stack([((weights.grad + logprobs).abs() * trained).sum(), trained.sum()])
 
     # Every rank knows all rollouts and gives its share of the count, so that the sum over the ranks is their tokens.
     sampled_tokens = sum(sum(rollout.sampled) for rollout in rollouts) / world_size
@@ -178,10 +185,12 @@ while True:
         for optimizer in optimizers:
             optimizer.step(stats)
         sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
+    all_reduce_sum(off)
+    rewards["rl/sampler_off"] = float(off[0] / off[1].clamp(min=1))
     metrics.log(step, rewards)
     print0(f"step {step:05d}/{num_iterations:05d} | reward {rewards['rl/reward']:.3f} | "
            f"{rewards['rl/tokens']:.1f} tokens an answer | {rewards['rl/trained_on']:.0%} trained on, "
-           f"{rewards['rl/cut']:.0%} cut")
+           f"{rewards['rl/cut']:.0%} cut | sampler off by {rewards['rl/sampler_off']:.1e} nats a token")
 
 # ---- End
 session.end()

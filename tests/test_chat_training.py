@@ -19,7 +19,9 @@ from nanochat.data.conversation_loader import shuffled
 from nanochat.data.task import Task
 from nanochat.eval import loss_eval
 from nanochat.eval.task_eval import seed_with
+from nanochat.inference import engine
 from nanochat.inference.engine import default_stop
+from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.runtime import compiling
@@ -276,7 +278,10 @@ def rows_of_an_rl_step(rank: int, world_size: int, args: list[str]) -> list[int]
         rows.append(len(inputs))
         return forward(self, inputs, *others, **kwargs)
 
-    GPT.forward = recorded
+    def shifted(*args) -> list[TokenLogprob]:
+        return [token._replace(logprob=token.logprob - 0.25) for token in token_logprobs(*args)]
+
+    GPT.forward, engine.token_logprobs = recorded, shifted
     run_script(rank, world_size, "scripts.chat_rl", args)
     return rows
 
@@ -298,7 +303,8 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
     if problems == 1:
         settings["task"] = "arithmetic:easy[19:20]"
     rows = run_on_ranks(world_size, rows_of_an_rl_step, stage_arguments(base, "rl", **settings)[1])
-    (record,) = (r for r in read_metrics(base / "rl_checkpoints" / "tiny" / "metrics.jsonl") if "train/loss" in r)
+    records = read_metrics(base / "rl_checkpoints" / "tiny" / "metrics.jsonl")
+    (record,) = (r for r in records if "train/loss" in r)
 
     reward_lengths()
     model, tokenizer, _ = load_checkpoint(find_model("base", "tiny"), torch.device("cpu"))
@@ -321,6 +327,8 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
     assert 0 < trained_on < len(rollouts) if problems > 1 else trained_on == 0, "both kinds, or nothing at all"
     assert record["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert record["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    (off,) = (r["rl/sampler_off"] for r in records if "rl/sampler_off" in r)
+    assert off == pytest.approx(0.25 if trained_on else 0, abs=1e-5), "as much as the engine was made wrong"
     assert rows == [[device_batch_size] * max(math.ceil(trained_on / device_batch_size / world_size), 1)] * world_size
 
 

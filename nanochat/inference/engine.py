@@ -333,11 +333,16 @@ class Engine:
         uniforms = [0.0 if answer.output else answer.rng.getrandbits(24) / 2**24 for answer in answers]
         samplings = [answer.sampling for answer in answers]
         drawn = draw(logits, samplings, uniforms, softcap, [answer.adjustment for answer in answers])
-        for answer, token, row in zip(answers, drawn, logits.split(1)):
+        wanted: dict[int, list[int]] = {}  # rows, by how many probable tokens they ask for
+        for row, (answer, token) in enumerate(zip(answers, drawn)):
             self._advance(answer, token)
             count = answer.sampling.logprobs
             if count is not None and answer.tokens:
-                answer.logprobs += token_logprobs(row, answer.tokens[-1:], count, softcap)
+                wanted.setdefault(count, []).append(row)
+        for count, rows in wanted.items():
+            found = token_logprobs(logits[rows], [answers[row].tokens[-1] for row in rows], count, softcap)
+            for row, logprob in zip(rows, found):
+                answers[row].logprobs.append(logprob)
 
     def _advance(self, answer: Answer, drawn: int) -> None:
         """The answer's next token, if it may have one: the next of the tool's, or else the one that was drawn."""

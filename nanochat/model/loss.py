@@ -31,7 +31,8 @@ def softcapped_cross_entropy(
     x: (N, C); head: (V, C) with V ≥ vocab_size, the rows beyond it being padding that gets no probability;
     targets: (N,) int64, negative where there is nothing to predict; a target in the padding has infinite loss;
     softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, a factor for each target's loss.
-    Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None).
+    Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None), and to
+    weights: each target's loss, 0 where the weight is 0 on a CPU.
     """
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
@@ -75,6 +76,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         # The sum over chunks is taken in float32.
         grad_head = torch.zeros_like(head, dtype=torch.float32)
+        token_losses = torch.empty_like(weights)
         start = 0
         for rows, row_targets, row_weights in chunks(head.size(0), x, targets.clamp(min=0), weights):
             losses, total, grad = losses_and_gradient(rows @ head.T, row_targets, real, softcap)
@@ -82,17 +84,18 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
             # A factor of each row is missing from the gradient: in the products it costs no pass over the logits.
             scale = (row_weights / total)[:, None]
             grad_x[start : start + len(rows)] = (grad @ head) * scale
+            token_losses[start : start + len(rows)] = losses
             start += len(rows)
             compiled(add_to)(grad_head, grad.T @ (rows * scale).to(rows.dtype))
-        ctx.save_for_backward(grad_x, grad_head)
+        ctx.save_for_backward(grad_x, grad_head, token_losses)
         ctx.head_dtype = head.grad_dtype or torch.float32
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
-        grad_x, grad_head = ctx.saved_tensors
+        grad_x, grad_head, token_losses = ctx.saved_tensors
         grad_x = grad_x * grad_loss.to(grad_x.dtype)
-        return grad_x, (grad_head * grad_loss).to(ctx.head_dtype), None, None, None, None
+        return grad_x, (grad_head * grad_loss).to(ctx.head_dtype), None, token_losses * grad_loss, None, None
 
 
 def chunks(vocab: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,6 +1,6 @@
 """Rollouts for reinforcement learning: sampled answers, their rewards and advantages; how much a run improved."""
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from nanochat.data.task import Task
@@ -17,6 +17,7 @@ class Rollout:
 
     ids: list[int]
     sampled: list[bool]         # of each token: drawn by the model, neither read nor written by the tool
+    logprobs: list[float]       # of each token, by the engine; 0 in the prompt
     reward: float
     cut: bool                   # it had not ended at the largest number of tokens
     advantage: float            # the reward, less the mean of the samples of this problem
@@ -32,6 +33,7 @@ def sample_rollouts(
 ) -> list[Rollout]:
     """num_samples rollouts of each of these problems, those of one problem next to each other, with advantages."""
     # A draw has to have the model's own probability.
+    sampling = replace(sampling, logprobs=0)
     answers = generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying=False)
     rollouts = []
     for index, samples in zip(indices, answers):
@@ -40,7 +42,8 @@ def sample_rollouts(
         for answer, reward in zip(samples, rewards):
             cut = answer.finish_reason == "length"
             sampled = [False] * len(answer.prompt) + [not forced for forced in answer.forced]
-            rollouts.append(Rollout(answer.prompt + answer.tokens, sampled, reward, cut, reward - mean))
+            logprobs = [0.0] * len(answer.prompt) + [token.logprob or 0.0 for token in answer.logprobs]
+            rollouts.append(Rollout(answer.prompt + answer.tokens, sampled, logprobs, reward, cut, reward - mean))
     return rollouts
 
 
