@@ -1,6 +1,7 @@
 """
 What the runs of a series say about size: bits per byte against FLOPs, and for each budget against depth, with the
-depth that fits it best. Reads what runs/scaling_laws.sh and runs/miniseries.sh have trained.
+depth that fits it best; over the budgets the exponent by which the best size grows. Reads what runs/scaling_laws.sh and
+runs/miniseries.sh have trained.
 
     python -m bench.scaling --series=isoflop            # scaling/isoflop.png in NANOCHAT_BASE_DIR
     python -m bench.scaling --series=isoflop --write    # and into docs/ablations.md
@@ -15,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench.harness import DOCS, PageBlock
-from bench.scaling_fit import fit, read_series
+from bench.scaling_fit import exponent, fit, parameters_at, read_series
 from nanochat.runtime.files import base_dir, write_aside
 from nanochat.runtime.tables import markdown_table
 
@@ -38,6 +39,7 @@ left.set(title="What computation buys", xlabel="FLOPs of the run")
 
 # ---- Right: what to spend a budget on; runs without a budget (0) are joined by a line
 notes = ""
+best_sizes = {}  # parameters by budget, of lowest points within the depths that were tried
 for budget, group in by_budget.items():
     tried = [run.depth for run in group]
     scores = [run.bpb for run in group]
@@ -50,9 +52,16 @@ for budget, group in by_budget.items():
     right.plot(x, best.bpb + best.curvature * np.log2(x / best.depth) ** 2, color=points.get_color())
     notes += f"\n\n{budget:.2e} FLOPs: the parabola is lowest at depth {best.depth:.2f}, "
     notes += f"with {best.bpb:.4f} bits per byte"
-    if not tried[0] <= best.depth <= tried[-1]:
-        notes += ", outside of the depths that were tried: no more than a direction"
-    notes += "."
+    if tried[0] <= best.depth <= tried[-1]:
+        best_sizes[budget] = parameters_at(best.depth, group)
+        notes += f" and {best_sizes[budget]:,.0f} parameters."
+    else:
+        notes += ", outside of the depths that were tried: no more than a direction."
+a = exponent(list(best_sizes), list(best_sizes.values()))
+if a is not None:
+    notes += f"\n\nOver {len(best_sizes)} budgets the best size grows as FLOPs^{a:.2f}, so tokens as FLOPs^{1 - a:.2f}."
+elif any(by_budget):
+    notes += "\n\nNo exponent: it takes two budgets whose lowest points lie within the depths that were tried."
 right.set(title="What to spend it on", xlabel="depth")
 for axes in (left, right):
     axes.set(xscale="log", ylabel="validation, bits per byte")

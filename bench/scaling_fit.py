@@ -70,3 +70,14 @@ def fit(depths: list[float], scores: list[float]) -> Optimum | None:
         return None
     a, b, c = np.polyfit(np.log2(depths), scores, 2)
     return Optimum(float(2 ** (-b / (2 * a))), float(c - b * b / (4 * a)), float(a)) if a > 0 else None
+
+
+def parameters_at(depth: float, runs: list[Run]) -> float:
+    """Parameters of a model of this depth, which need not be whole: between those of the runs, in logarithms."""
+    sizes = dict(sorted((run.depth, run.parameters) for run in runs))
+    return float(2 ** np.interp(np.log2(depth), np.log2(list(sizes)), np.log2(list(sizes.values()))))
+
+
+def exponent(budgets: list[float], sizes: list[float]) -> float | None:
+    """a of best size ∝ budget^a, by least squares in logarithms; None for fewer than two budgets."""
+    return float(np.polyfit(np.log2(budgets), np.log2(sizes), 1)[0]) if len(set(budgets)) > 1 else None

@@ -19,7 +19,7 @@ from ranks import run_on_ranks
 
 from bench.harness import PageBlock
 from bench.naive import VARIANTS, distances
-from bench.scaling_fit import fit, read_series
+from bench.scaling_fit import exponent, fit, read_series
 from configurator import read_arguments, read_settings
 from nanochat.corpus.make_dataset import OFFLINE
 from nanochat.runtime.errors import UserError
@@ -318,6 +318,7 @@ def test_the_fit_finds_a_known_optimum():
     assert exact == pytest.approx((3.7, 0.9, 0.05))
     assert fit([1, 2], [1.0, 2.0]) is None, "two points have no bowl"
     assert fit([1, 2, 4, 8], [1.0, 2.0, 2.5, 2.6]) is None, "an arch has no lowest point"
+    assert exponent([1e18, 4e18, 1.6e19], [3e7, 6e7, 1.2e8]) == pytest.approx(0.5) and exponent([1e18], [3e7]) is None
 
 
 def test_the_plot_reads_finished_runs(base_folder):
@@ -334,6 +335,7 @@ def test_the_plot_reads_finished_runs(base_folder):
     result = run_module("bench.scaling", "--series=bowl")
     assert result.returncode == 0, result.stderr
     assert "bowl-d8: not finished, left out" in result.stdout and "the parabola is lowest at depth" in result.stdout
+    assert "No exponent: it takes two budgets" in result.stdout
     runs = read_series("bowl")
     assert [(run.depth, run.bpb, run.tokens) for run in runs] == [(1, 1.3, 10000), (2, 1.1, 10000), (4, 1.2, 10000)]
     # depth 2 by hand: 6 · (12 · 2 · 128² + 512 · 128) + 12 · 2 · 128 · 64 per token
