@@ -53,6 +53,9 @@ def choose_recipe(settings: dict, num_iterations: int, before: dict | None = Non
     recipe = Recipe()
     if num_iterations >= LONG and settings["depth"] >= LARGE_DEPTH:
         recipe = LONG_RUN
+    if settings.get("begin_from") and settings["depth"] >= LARGE_DEPTH:
+        # AdamW begins anew, and its first steps throw off trained stream scales, which modern models have from there on.
+        recipe = recipe._replace(warmup_steps=LONG_RUN.warmup_steps)
     if before:
         # Version 0.1.0 could not look ahead.
         recipe = Recipe(**{name: before[name] for name in Recipe._fields if name in before})
