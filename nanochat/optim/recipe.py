@@ -54,7 +54,7 @@ def choose_recipe(settings: dict, num_iterations: int, before: dict | None = Non
     if num_iterations >= LONG and settings["depth"] >= LARGE_DEPTH:
         recipe = LONG_RUN
     if settings.get("begin_from") and settings["depth"] >= LARGE_DEPTH:
-        # AdamW begins anew, and its first steps throw off trained stream scales, which modern models have from there on.
+        # AdamW begins anew, and its first steps throw off trained stream scales. From there on models have them.
         recipe = recipe._replace(warmup_steps=LONG_RUN.warmup_steps)
     if before:
         # Version 0.1.0 could not look ahead.
