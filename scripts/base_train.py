@@ -77,7 +77,7 @@ from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader
 from nanochat.data.mixture import data_shares
 from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
-from nanochat.eval.loss_eval import evaluate_split, sample
+from nanochat.eval.loss_eval import evaluate_split, print_samples
 from nanochat.model.fp8 import fp8_pays, use_fp8
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import config_from_depth
@@ -91,7 +91,6 @@ from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, hosts_may_change, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.stopping import until_stopped
 from nanochat.training.checkpoint import changed_settings, meta_of_same_model
 from nanochat.training.metrics import announce_length, require_wandb
 from nanochat.training.pretraining import continued_model, find_beginning
@@ -217,22 +216,15 @@ while True:
             if validate:
                 for name in data_sets:
                     bpb = evaluate_split(evaluated, name, "val", tokenizer, eval_tokens, device_batch_size, max_seq_len)
-                    if name == data_sets[0]:
-                        metrics.log_validation(step, bpb, floor)
-                    else:
-                        metrics.log_validation(step, bpb, of=name)
+                    metrics.log_validation(step, bpb, floor, of="" if name == data_sets[0] else name)
             if measure_core:
                 core = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
                                      device_batch_size * max_seq_len)
                 metrics.log(step, core.record())
                 print0(f"step {step:05d}/{num_iterations:05d} | {core}")
             if show_samples:
-                samples = []
                 with eagerly():
-                    # On all ranks: they may have to gather units together.
-                    for prompt in until_stopped(sample_prompts(data_sets[0])):
-                        samples.append((prompt, sample(evaluated, tokenizer, prompt, max_tokens=24)))
-                        print0("  " + "".join(samples[-1]))
+                    samples = print_samples(evaluated, tokenizer, sample_prompts(data_sets[0]), max_tokens=24)
                 metrics.log(step, {"sample": samples})
     if metrics.stop_requested:  # meanwhile, on some rank: save, then stop
         continue

@@ -127,7 +127,7 @@ def test_rendering_in_several_processes_is_the_same_and_reports_errors(monkeypat
     """Long results, and an error in a process that is not this one."""
     rendered = []
     for threads in (1, 3):
-        monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+        monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
         rendered.append(RenderedConversations(some(2000), TOKENIZER, 30))
     said_by = capsys.readouterr().out.splitlines()
     assert rendered[0].fingerprint == rendered[1].fingerprint and len(said_by) == 2 and said_by[0] == said_by[1]

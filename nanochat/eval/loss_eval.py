@@ -12,6 +12,7 @@ from nanochat.data.dataloader import document_loader, validation_rows
 from nanochat.data.padding import Row, padded_batch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import all_reduce_sum, from_rank0, rank_and_size
+from nanochat.runtime.console import print0
 from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
@@ -168,3 +169,12 @@ def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
     if bos in out:
         out = out[: out.index(bos)]
     return tokenizer.decode(out)
+
+
+def print_samples(model, tokenizer: Tokenizer, prompts: Iterable[str], max_tokens: int) -> list[tuple[str, str]]:
+    """[(prompt, its `sample`)], printed by rank 0. COLLECTIVE where ranks gather units: all must come here."""
+    samples = []
+    for prompt in until_stopped(prompts):
+        samples.append((prompt, sample(model, tokenizer, prompt, max_tokens)))
+        print0("  " + "".join(samples[-1]))
+    return samples

@@ -200,7 +200,7 @@ class Metrics:
         if not of:
             self.state["min_val_bpb"] = bpb if best is None else min(best, bpb)
         name = f" of {of}" if of else ""
-        self.log(step, {f"val/bpb{name}": bpb} | ({"val/floor": floor} if floor else {}))
+        self.log(step, {f"val/bpb{name}": bpb} | ({"val/floor": floor} if floor and not of else {}))
         print0(f"step {step:05d}/{self.num_iterations:05d} | validation{name} {bpb:.4f} bits per byte")
 
     def log(self, step: int, values: dict[str, Any]) -> None:
