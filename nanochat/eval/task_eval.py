@@ -81,7 +81,7 @@ def generate_answers(
 def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer, count: int = 8) -> list[tuple[str, str]]:
     """
     (question, answer) of the first problems, to see how a model gets better: greedy, at most 48 tokens, calls and
-    results in brackets. model: whole on this rank.
+    results in brackets. model: whole on this rank. COLLECTIVE, as all ranks can be told to stop.
     """
     sampling = replace(GREEDY, max_tokens=48)
     indices = range(min(count, len(tasks)))
