@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From an empty machine to a model you can talk to, evaluated at every stage, and its report: the commands for eight
-# H100s, four hours. Other GPUs change nine variables; without a GPU runs/cpu.sh follows, six to ten minutes.
+# H100s, four hours. Other GPUs change eight variables; without a GPU runs/cpu.sh follows, six to ten minutes.
 #
 #     bash speedrun.sh                # after anything went wrong again: no finished step is repeated, training goes on
 #     bash speedrun.sh --chat --folder=~/notes    # a page shows the run, then chats, and looks things up in your files
@@ -32,14 +32,13 @@ once() { python -m scripts.once $show "$@"; }  # runs a step unless it is done; 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 [ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/${rehearsal:-cpu}.sh; exit; }
 
-# ---- Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False FP8=True VOCAB=49152 RATIO=9.4 SHARDS=125. The recipe
-# is in docs/gpus.md
+# ---- Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125; docs/gpus.md
 python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/gpus" --plan="$plan" $price
 . "$NANOCHAT_BASE_DIR/once/gpus"
 tag=speedrun-d$DEPTH made=report/sections/climbmix/speedrun-d$DEPTH
 run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 --shutdown-timeout=300 -m"
 keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $watch"
-model="--depth=$DEPTH --target_param_data_ratio=$RATIO --fp8=$FP8 --device_batch_size=$ROWS --save_every=1000 $keep"
+model="--depth=$DEPTH --target_param_data_ratio=$RATIO --device_batch_size=$ROWS --save_every=1000 $keep"
 if [ -z "$plan" ]; then  # before anything is downloaded, three such steps on Python's library: do they fit, and save?
     NANOCHAT_BASE_DIR+=/rehearsal
     once data-python -- python -m scripts.dataset --source=python

@@ -24,7 +24,6 @@ import torch
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, cpu_minutes, disk, disk_bytes, parse_gpus
 from nanochat.plan.memory import GIB, largest_rows, shaped
-from nanochat.plan.step_time import FP8_GPUS
 from nanochat.plan.step_trial import rows_that_train, try_steps
 from nanochat.runtime.compiling import has_compiler
 from nanochat.runtime.devices import choose_device_type, compute_dtype
@@ -82,8 +81,7 @@ if not kept and not plan:
     if free < disk(depth):
         raise UserError(f"depth {depth} wants {disk(depth)} GiB of disk, and {free:,.1f} are free in {base_dir()}; "
                         "free some there, or set NANOCHAT_BASE_DIR to a folder of a larger disk")
-fp8 = gpu.name in FP8_GPUS
-keep(f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} FP8={fp8} "
+keep(f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} "
      f"VOCAB={size.vocab_size} RATIO={size.ratio:g} SHARDS={size.shards}")
 
 # ---- How long, and for how much. All GPUs are paid for, also those that stand idle, and the stages after pretraining

@@ -170,8 +170,8 @@ def speedrun(folder: Path, *arguments: str, code: int = 0) -> list[str]:
     return (folder / "calls").read_text().splitlines()
 
 
-EIGHT = "RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False FP8=True VOCAB=49152 RATIO=9.4 SHARDS=125"
-TWENTY = "FP8=False VOCAB=32768 RATIO=8 SHARDS=75"
+EIGHT = "RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125"
+TWENTY = "VOCAB=32768 RATIO=8 SHARDS=75"
 STAGES = ["base_train", "mid_train", "chat_sft", "chat_rl"]
 
 
@@ -269,7 +269,7 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     step = step_time(config_from_depth(22, 49152, 2048, arch="modern"), 32, 2, 8, datasheet_gpu("H100"), fp8=True)
     assert f"{steps:,} steps of 1,048,576 tokens in 2 micro-step(s)" in shown
     assert f"{steps * step.seconds / 3600:.2f} hours at {2**20 / step.seconds:,.0f} tokens per second, 56% MFU" in shown
-    assert " --depth=22 --target_param_data_ratio=9.4 --fp8=True --device_batch_size=32 " in shown
+    assert " --depth=22 --target_param_data_ratio=9.4 --device_batch_size=32 " in shown
     assert " --num_shards=125\n" in shown and shown.count("--vocab_size=49152") == 1
 
 
@@ -286,8 +286,7 @@ def choose(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
         monkeypatch.setattr("nanochat.runtime.devices.choose_device_type", lambda _: "cuda" if gpus else "cpu")
         monkeypatch.setattr("nanochat.runtime.devices.compute_dtype", lambda *_: torch.bfloat16)
-        name = "H100" if peak == 989e12 else "slow"
-        monkeypatch.setattr("nanochat.runtime.flops.gpu_here", lambda _: Gpu(name, peak, peak / 295))
+        monkeypatch.setattr("nanochat.runtime.flops.gpu_here", lambda _: Gpu("H100", peak, peak / 295))
         monkeypatch.setattr("nanochat.plan.step_trial.rows_that_train", lambda most, config, *_, checkpointing, ranks:
                             min(rows(config.n_layer, checkpointing), most))
         monkeypatch.setattr("nanochat.plan.step_trial.try_steps", lambda config, *_: [
@@ -304,11 +303,11 @@ def choose(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("machine, variables", [
     (dict(gpus=8), EIGHT),                                              # enough of everything
     (dict(gpus=1, peak=3e13, rows=lambda *_: 4),                        # slow: the smallest, however long it takes
-     "RANKS=1 DEPTH=12 ROWS=4 FEW=4 RECOMPUTE=False FP8=False VOCAB=32768 RATIO=8 SHARDS=20"),
+     "RANKS=1 DEPTH=12 ROWS=4 FEW=4 RECOMPUTE=False VOCAB=32768 RATIO=8 SHARDS=20"),
     (dict(gpus=2, peak=3e14, rows=lambda _, checkpointing: 2 * checkpointing),  # activations are computed twice
      f"RANKS=2 DEPTH=20 ROWS=2 FEW=2 RECOMPUTE=True {TWENTY}"),
     (dict(gpus=3, rows=lambda depth, _: 8 if depth < 22 else 0),        # the largest does not fit; one GPU is idle
-     f"RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=False {TWENTY.replace('False', 'True')}"),
+     f"RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=False {TWENTY}"),
     (dict(gpus=64), EIGHT.replace("RANKS=8", "RANKS=64").replace("ROWS=32", "ROWS=4"))])  # of 256 rows in a step
 def test_the_largest_model_that_fits_and_ends_in_a_day(choose, machine, variables):
     """A run that goes on stays the same model, whatever memory, disk and speed are by then; ranks are those of now."""
