@@ -11,10 +11,12 @@ import torch
 
 from bench.harness import PageBlock
 from nanochat.model.gpt_config import config_from_depth
+from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
 from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
 from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
+from nanochat.plan.step_time import FP8, FP8_GPUS, FP8_WIDTH, WINDOWS, step_time
 from nanochat.plan.traffic import collectives
-from nanochat.runtime.flops import datasheet_peak
+from nanochat.runtime.flops import Gpu, datasheet_gpu, datasheet_peak
 from nanochat.runtime.tables import markdown_table
 
 BF16 = torch.bfloat16
@@ -110,7 +112,72 @@ def fits() -> str:
     return markdown_table(["GPU memory", *columns], lines)
 
 
-FORMULAS = {"machines.md": (links, hosts), "zero.md": (ranks_64,), "memory.md": (mfu, fits), "pipeline.md": (streams,)}
+MACHINES = "8,H100,80", "1,H100,80", "8,A100,40", "1,A100,80", "1,RTX 4090,24", "1,RTX 3090,24"
+
+
+def planned(plan: str) -> tuple[int, Gpu, Choice]:
+    """As scripts.choose_size does for GPUs that are not here."""
+    ranks, name, memory = parse_gpus(plan)
+    gpu = datasheet_gpu(name)
+
+    def rows_that_fit(most: int, depth: int, checkpointing: bool) -> int:
+        how = config_of(depth), BF16, "cuda", True, ranks
+        return largest_rows(memory * GIB, most, *how, checkpointing=checkpointing)
+
+    return ranks, gpu, choose_size(ranks, gpu, rows_that_fit)
+
+
+def costs() -> str:
+    lines = []
+    for plan in MACHINES:
+        ranks, gpu, choice = planned(plan)
+        whole = cost(choice, ranks, gpu)
+        lines.append([plan, choice.depth, choice.rows, f"{whole.rate:,.0f}", f"{whole.mfu:.0%}", f"{whole.hours:.1f}",
+                      f"{whole.least:.0f} to {whole.most:.0f}", whole.dollars(ranks, 2.5), disk(choice.depth)])
+    return markdown_table(["`--plan`", "depth", "rows", "tokens/s", "MFU", "hours: pretraining", "all stages",
+                           "cost at $2.5 per GPU and hour", "GiB of disk"], lines)
+
+
+def published() -> str:
+    lines = []
+    for name, depth, vocab_size, rows, seconds in (
+            ("nanochat, run 6", 24, 32768, 16, 1.066), ("nanochat 733", 22, 32768, 16, 0.882),
+            ("nanochat 830", 22, 49152, 32, 0.924)):
+        config = config_from_depth(depth, vocab_size, LENGTH, arch="modern")
+        step = step_time(config, rows, 64 // rows, 8, datasheet_gpu("H100"), True, 1.0)
+        parts = [f"{1e3 * part:.0f}" for part in step[:5]]
+        lines.append([name, depth, f"{vocab_size:,}", rows, *parts, f"{step.seconds:.3f}", f"{seconds:.3f}",
+                      f"{step.seconds / seconds - 1:+.1%}"])
+    return markdown_table(["run", "depth", "vocabulary", "rows", "ms: products", "attention", "passes", "launches",
+                           "Muon", "/ 1.2: s", "published, s", "off by"], lines)
+
+
+def minutes() -> str:
+    columns = []
+    for plan in (MACHINES[0], MACHINES[1], MACHINES[3], MACHINES[4]):
+        ranks, gpu, choice = planned(plan)
+        config = config_of(choice.depth)
+        run = pretraining(config, ranks, choice.rows, SIZES[choice.depth].ratio)
+        plain, flash = (step_time(config, choice.rows, run.micro_steps, ranks, gpu, windows=rate).seconds
+                        for rate in (WINDOWS, 1.0))
+        eight = FP8 / 1.008 if gpu.name in FP8_GPUS and config.n_embd >= FP8_WIDTH else 1.0
+        column = [run.steps * plain / 60]
+        for factor in (eight, 1.04, 1.014, 1.008 if eight > 1 else 1.0, 99 / 97.4, plain / flash):
+            column.append(column[-1] / factor)
+        columns.append(column)
+    names = ["bfloat16: counted work over assumed rates",
+             "8 bits in the blocks: ÷ 1.19 (1.17 to 1.22 published, with the head)",
+             "offset keys: 4% fewer steps (Marin 4802: 5 to 18%, without smear and value tables)",
+             "EMA-Nesterov: 1.4% fewer steps (modded-nanogpt 309, n = 16)",
+             "not built: head in 8 bits, 0.8%",
+             "not built: documents apart, 1.6% (nanochat 663)", "not built: windows at FlashAttention 4's rate"]
+    lines = [[name, *(f"{n:,.1f}" for n in values)] for name, values in zip(names, zip(*columns))]
+    return markdown_table(["minutes of pretraining, after each line", "8 × H100", "1 × H100", "1 × A100, 80 GB",
+                           "1 × RTX 4090"], lines)
+
+
+FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, hosts), "zero.md": (ranks_64,),
+            "memory.md": (mfu, fits), "pipeline.md": (streams,)}
 
 
 def blocks(write: bool = False) -> dict[str, tuple[PageBlock, str]]:
