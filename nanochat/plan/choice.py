@@ -16,8 +16,8 @@ from nanochat.runtime.flops import Gpu
 # Hours of pretraining: then all stages are done within a day.
 MAX_HOURS = 12
 # runs/cpu.sh: seconds that do not depend on the model, and how many steps of pretraining the others are worth.
-CPU_SECONDS = 100
-CPU_STEPS = 2000
+CPU_SECONDS = 95
+CPU_STEPS = 2100
 # The most rows at a time: a step has 512, and of 32 on, gradients are summed half as often.
 MAX_ROWS = 32
 SHARD = 0.09e9  # bytes of a shard of about 250 million characters, compressed
