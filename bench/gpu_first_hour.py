@@ -145,8 +145,8 @@ def attention() -> None:
         if kernel != "cuDNN":
             return varlen_attn(q, k, v, begins, begins, max_seq_len, max_seq_len, window_size=(window - 1, 0))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            queries, keys, values = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            a, b, c = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(a, b, c, is_causal=True)
 
     def both() -> None:
         out = forward()
@@ -175,10 +175,10 @@ def products() -> None:
     for m, n, k in ((T, C, C), (T, 4 * C, C), (T, C, 4 * C), (C, C, T), (4 * C, C, T), (C, 4 * C, T), (T, V, C),
                     (V, C, T)):
         a, b = (torch.randn(size, k, device=device, dtype=dtype) for size in (m, n))
-        (a8, scale_a), (b8, scale_b) = scaled(a, torch.float8_e4m3fn), scaled(b, torch.float8_e4m3fn)
+        (a8, x), (b8, y) = scaled(a, torch.float8_e4m3fn), scaled(b, torch.float8_e4m3fn)
         name, flops = f"{m} x {n} x {k}", 2 * m * n * k
-        rate(name, flops, lambda a=a, b=b: a @ b.T, PRODUCTS)
-        rate(f"{name}, 8 bits", flops, partial(product, a8, scale_a, b8, scale_b, dtype, fast=True), 2 * PRODUCTS)
+        rate(name, flops, partial(torch.matmul, a, b.T), PRODUCTS)
+        rate(f"{name}, 8 bits", flops, partial(product, a8, x, b8, y, dtype, True), 2 * PRODUCTS)
 
 
 def compiled_step() -> tuple:

@@ -104,7 +104,9 @@ torch.cuda.init = init
 def test_the_doctor_ends_where_nothing_can_be_compiled_for_a_gpu():
     """Eight stand-ins of an H100."""
     change = """
+import shutil, types
 import nanochat.plan.step_trial as trial
+shutil.disk_usage = lambda _: types.SimpleNamespace(free=2**40)
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
 torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device: (9, 0), lambda device: "H100"
 torch.cuda.mem_get_info = lambda device: (79 * 2**30, 80 * 2**30)
