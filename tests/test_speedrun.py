@@ -256,7 +256,7 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     assert spelled == [shown] * 2 and not any(base_folder.iterdir())
     for plan, words in ((shown, ("cost $57 to $87 for 8 GPU(s) at $3 ", "in all 2.4 to 3.6 hours ")),
                         (six, ("cost $85 to $131 for 6 GPU(s) at $3 ", "2 of 6 GPUs stand idle: rent 4\n")),
-                        (six, ("disk 190 GiB; downloads 11 GB of text",)), (one, (" --depth=16 ", "=8 --save_every"))):
+                        (six, ("disk 240 GiB; downloads 11 GB of text",)), (one, (" --depth=16 ", "=8 --save_every"))):
         assert [word for word in words if word not in plan] == [], plan
     assert "stand idle" not in shown and shown.count("--run=mine") == 4
 
@@ -318,8 +318,8 @@ def test_the_largest_model_that_fits_and_ends_in_a_day(choose, machine, variable
 
 
 def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
-    with pytest.raises(UserError, match=f"^depth 22 wants 190 GiB of disk, and 189.0 are free in {base_folder};"):
-        choose(gpus=8, free_gib=189)
+    with pytest.raises(UserError, match=f"^depth 22 wants 240 GiB of disk, and 239.0 are free in {base_folder};"):
+        choose(gpus=8, free_gib=239)
     with pytest.raises(UserError, match="^depth 12 does not fit"):
         choose(gpus=8, rows=lambda *_: 0)
     for plan in ("8,A100", "x", "8,H100,many"):

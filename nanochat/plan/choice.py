@@ -122,7 +122,7 @@ def disk_bytes(depth: int) -> dict[str, float]:
     written, text and its tokens, and the rest.
     """
     (model,) = split_into_stages(config_of(depth))
-    states = state_bytes(2, 1, torch.bfloat16, model.adamw, model.muon)
+    states = state_bytes(2, 1, torch.bfloat16, model.adamw, model.muon, look_ahead=True)
     text = SIZES[depth].shards * SHARD
     characters = SIZES[depth].shards * 250e6
     return {"checkpoints": 9 * (states.parameters + states.optimizer), "text": text,
