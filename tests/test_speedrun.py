@@ -282,7 +282,7 @@ def choose(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # `configure` sets another
 
     def call(*arguments: str, gpus: int = 0, peak: float = 989e12, rows=lambda *_: 32, ms: float = 0, busy: float = 1,
-             free_gib: int = 200) -> tuple[str, str]:
+             free_gib: int = 300) -> tuple[str, str]:
         monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
         monkeypatch.setattr("nanochat.runtime.devices.choose_device_type", lambda _: "cuda" if gpus else "cpu")
         monkeypatch.setattr("nanochat.runtime.devices.compute_dtype", lambda *_: torch.bfloat16)

@@ -123,7 +123,8 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
     try:
         address = next(match[0] for line in web.stdout if (match := re.search(r"http://[\d.:]+", line)))
         me = Visit(browser, address, key="", viewport={"width": 375, "height": 800})
-        assert me.page.locator("#dock").is_hidden() and me.page.get_by_role("link", name="Chat").is_visible()
+        me.page.locator("#dock").wait_for(state="hidden")
+        assert me.page.get_by_role("link", name="Chat").is_visible()
         me.page.locator("article h2", has_text="<b>other").wait_for()
         assert me.page.locator(".run dd").inner_text() == "<i>a</i>" and me.page.locator(".run :is(b, i)").count() == 0
 
@@ -155,7 +156,8 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
         me.ask("Hello")
         assert me.answers.inner_text() in ALPHABET and len(me.answers.inner_text()) > 500
         me.page.get_by_role("link", name="Training").click()
-        assert run.locator("h2").is_visible() and me.page.locator("#dock").is_hidden()
+        me.page.locator("#dock").wait_for(state="hidden")
+        assert run.locator("h2").is_visible()
         me.leave()
     finally:
         for process in filter(None, (web, train)):
