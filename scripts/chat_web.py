@@ -129,7 +129,7 @@ def newer() -> ServedModel | None:
         return None
     tried.add(newest)
     model = serve(STAGES[number], find_model(STAGES[number], newest.parent.name))
-    print0(f"{url} chats with {model.id} now")
+    print0(f"loading {model.id}, to chat with it at {url}")
     return model
 
 

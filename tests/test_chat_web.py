@@ -852,6 +852,28 @@ async def test_settings_that_no_engine_takes_are_named(capfd):
 
 
 @run_async
+async def test_a_new_model_replaces_the_others_once_it_is_loaded_and_one_that_fails_does_not(monkeypatch):
+    """Neither ends the server, which ends with a served model's last engine."""
+    def refused() -> Engine:
+        raise UserError("a damaged checkpoint")
+
+    monkeypatch.setattr("nanochat.serve.app.LOOK_EVERY", 0.1)
+    models = [ServedModel(name, TOKENIZER, 2048, 2, [NearWorker(engine)])
+              for name, engine in (("old", make_engine), ("damaged", refused), ("new", make_engine))]
+    served, coming, seen = models[:1], iter(models[1:]), []
+
+    def newer() -> ServedModel | None:
+        seen.append([model.id for model in served])
+        return next(coming, None)
+
+    app = create_app(served, 2000, {"temperature": 0.0, "top_k": 0}, newer=newer)
+    async with app.router.lifespan_context(app):
+        await until(lambda: [model.id for model in served] == ["new"])
+        await until(lambda: models[0].workers[0].state == "stopping")
+        assert models[1].dead and seen[:2] == [["old"], ["old"]] and models[2].workers[0].state == "ready"
+
+
+@run_async
 async def test_a_conversation_goes_back_to_the_worker_that_has_read_it(pace):
     """But not when that one has no place."""
     def make_caching() -> Engine:

@@ -90,7 +90,10 @@ def create_app(
 
 
 async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | None]) -> None:
-    """Serve each new model instead of the others, once it is loaded and they have ended their answers."""
+    """
+    Serve each new model instead of the others, once it is loaded and they have ended their answers. One that does not
+    load changes nothing: its process has said why.
+    """
     while True:
         await asyncio.sleep(LOOK_EVERY)
         model = None
@@ -101,10 +104,18 @@ async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | No
             log_error("no new model", error)
         if model is None:
             continue
-        models.append(model)
         await model.start()
-        while not model.dead and any(worker.state == "loading" for worker in model.workers):
-            await asyncio.sleep(LOOK_EVERY / 10)
+        try:
+            while any(worker.state == "loading" for worker in model.workers):
+                await asyncio.sleep(LOOK_EVERY / 10)
+            if model.dead:
+                continue
+            models.append(model)
+        finally:
+            # Also when the server ends meanwhile.
+            if model not in models:
+                for worker in model.workers:
+                    worker.stop()
         for old in models[:-1]:
             while old.running or old.waiting:
                 await asyncio.sleep(LOOK_EVERY / 10)
