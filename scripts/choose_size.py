@@ -69,6 +69,9 @@ def rows_that_fit(most: int, depth: int, checkpointing: bool) -> int:
     return rows_that_train(most, *how, checkpointing=checkpointing, ranks=ranks)
 
 
+if kept and int(kept["DEPTH"]) not in SIZES:
+    raise UserError(f"{file} has depth {kept['DEPTH']}, and this version trains {', '.join(map(str, SIZES))}: "
+                    "delete it to choose again, or go on with the version that chose it")
 if kept:
     choice = Choice(int(kept["DEPTH"]), int(kept["ROWS"]), kept["RECOMPUTE"] == "True")
 else:

@@ -318,6 +318,10 @@ def test_the_largest_model_that_fits_and_ends_in_a_day(choose, machine, variable
 
 
 def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
+    (tmp_path / "gpus").write_text("RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125\n")
+    with pytest.raises(UserError, match="gpus has depth 24, and this version trains 22, 20, 16, 12: delete it"):
+        choose(gpus=8)
+    (tmp_path / "gpus").unlink()
     with pytest.raises(UserError, match=f"^depth 22 wants 240 GiB of disk, and 239.0 are free in {base_folder};"):
         choose(gpus=8, free_gib=239)
     with pytest.raises(UserError, match="^depth 12 does not fit"):
