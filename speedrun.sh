@@ -9,7 +9,7 @@
 #     bash speedrun.sh --plan=8,H100,80 --price=2.5  # only shows the commands for 8 H100 of 80 GB, hours and dollars
 #     bash speedrun.sh --run=NAME     # logs the trainings on GPUs to wandb, too, after `wandb login`
 set -euo pipefail
-chat="" folder="" depth=2 rehearsal="" plan="" show="" price="" watch=""
+chat="" folder="" depth=2 rehearsal="" plan="" show="" price="" wandb=""
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;; --full) depth=4 ;; --rehearse) rehearsal=rehearsal ;;
@@ -19,12 +19,12 @@ for argument in "$@"; do
         --plan | --plan= | --plan=[!1-9]* | --plan=*[,x][Aa]100)  # A100s have 40 or 80 GB
             echo "error: $argument: expected --plan=8,H100,80: how many GPUs, which, and of how many GB" >&2; exit 2 ;;
         --plan=*) plan=${argument#*=} show=--show ;;
-        --price=[0-9]*) price=$argument ;; --run=?*) watch=$argument ;;
+        --price=[0-9]*) price=$argument ;; --run=?*) wandb=$argument ;;
         *) echo "error: $argument is unknown; bash speedrun.sh --help lists what is known" >&2; exit 2 ;;
     esac
 done
 cd "$(dirname "$0")"
-. ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo "hub${watch:+,wandb}")"  # the larger tasks come from the hub
+. ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo "hub${wandb:+,wandb}")"  # the larger tasks come from the hub
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
 once() { python -m scripts.once $show "$@"; }  # runs a step unless it is done; a plan only shows it
@@ -37,7 +37,7 @@ python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/gpus" --plan="$pla
 . "$NANOCHAT_BASE_DIR/once/gpus"
 tag=speedrun-d$DEPTH made=report/sections/climbmix/speedrun-d$DEPTH
 run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 --shutdown-timeout=300 -m"
-keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $watch"
+keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $wandb"
 model="--depth=$DEPTH --target_param_data_ratio=$RATIO --device_batch_size=$ROWS --save_every=1000 $keep"
 if [ -z "$plan" ]; then  # before anything is downloaded, three such steps on Python's library: do they fit, and save?
     NANOCHAT_BASE_DIR+=/rehearsal

@@ -156,7 +156,7 @@ while True:
                 with eagerly():  # a GPU would compile all lengths again, for passes without gradients
                     bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
                 metrics.log_validation(step, bpb)
-                if zero_stage < 3:  # on stage 3 no rank has a whole model
+                if zero_stage < 3:  # on stage 3 that would take the memory of a whole model
                     metrics.log(step, {"sample": sample_answers(val_tasks, sharding.gather_model(), tokenizer)})
             if measure_tasks:
                 whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this

@@ -120,7 +120,7 @@ while True:
             validation = conversation_loader(held_out, held_out_steps, shape, pad=False)
             bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
             metrics.log_validation(step, bpb)
-            if zero_stage < 3:  # on stage 3 no rank has a whole model
+            if zero_stage < 3:  # on stage 3 that would take the memory of a whole model
                 metrics.log(step, {"sample": sample_answers(val_tasks, sharding.gather_model(), tokenizer)})
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue

@@ -10,11 +10,12 @@ import sys
 import torch
 
 from bench.harness import PageBlock
+from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
 from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
 from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
-from nanochat.plan.step_time import FP8, FP8_GPUS, FP8_WIDTH, WINDOWS, step_time
+from nanochat.plan.step_time import FP8, FP8_GPUS, WINDOWS, step_time
 from nanochat.plan.traffic import collectives
 from nanochat.runtime.flops import Gpu, datasheet_gpu, datasheet_peak
 from nanochat.runtime.tables import markdown_table
@@ -160,7 +161,7 @@ def minutes() -> str:
         run = pretraining(config, ranks, choice.rows, SIZES[choice.depth].ratio)
         plain, flash = (step_time(config, choice.rows, run.micro_steps, ranks, gpu, windows=rate).seconds
                         for rate in (WINDOWS, 1.0))
-        eight = FP8 / 1.008 if gpu.name in FP8_GPUS and config.n_embd >= FP8_WIDTH else 1.0
+        eight = FP8 / 1.008 if gpu.name in FP8_GPUS and config.n_embd >= MIN_WIDTH else 1.0
         column = [run.steps * plain / 60]
         for factor in (eight, 1.04, 1.014, 1.008 if eight > 1 else 1.0, 99 / 97.4, plain / flash):
             column.append(column[-1] / factor)

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import torch
 
+from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.recipe import choose_batch_size
 from nanochat.optim.schedule import accumulation_steps
 from nanochat.plan.memory import GIB, shaped, split_into_stages, state_bytes
-from nanochat.plan.step_time import FP8_GPUS, FP8_WIDTH, step_time
+from nanochat.plan.step_time import FP8_GPUS, step_time
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Gpu
 
@@ -87,7 +88,7 @@ def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     """
     config = config_of(choice.depth)
     run = pretraining(config, ranks, choice.rows, SIZES[choice.depth].ratio)
-    fp8 = gpu.name in FP8_GPUS and config.n_embd >= FP8_WIDTH
+    fp8 = gpu.name in FP8_GPUS and config.n_embd >= MIN_WIDTH
     step = step_time(config, choice.rows, run.micro_steps, ranks, gpu, fp8).seconds
     hours = run.steps * step / 3600
     rate = run.total_batch_size / step

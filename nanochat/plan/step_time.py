@@ -21,7 +21,7 @@ WINDOWS = 0.7
 TILE = 128  # queries and keys of the blocks of scores that are computed
 # The time of a step in bfloat16 over that of one with products in 8 bits: 1.17 at depth 26, 1.22 at 24 (nanochat).
 FP8 = 1.2
-FP8_GPUS, FP8_WIDTH = ("H100", "H200", "GH200", "B200", "GB200"), 1408  # where it pays
+FP8_GPUS = "H100", "H200", "GH200", "B200", "GB200"  # where it pays, from nanochat/model/fp8.py's MIN_WIDTH on
 # Counted in the code compiled for an H100, with 16 and 32 rows: residual streams that a block reads or writes between
 # its products; passes over the logits; bytes of a parameter's gradient in a micro-step; launches of a block.
 STREAMS, LOGITS, GRADIENT, LAUNCHES = 63, 4, 20, 60
