@@ -880,6 +880,8 @@ async def test_a_conversation_goes_back_to_the_worker_that_has_read_it(pace):
         return pace.slow_down(Engine(writing_model(), TOKENIZER, max_batch=2, prompt_cache_bytes=2**20))
 
     async with serving([make_caching, make_caching]) as (client, model):
+        await until(lambda: all(worker.state == "ready" for worker in model.workers))
+
         async def cached(**settings) -> int:
             usage = (await ask(client, "?" * PIECE, **settings)).json()["usage"]
             return usage["prompt_tokens_details"]["cached_tokens"]
