@@ -313,6 +313,7 @@ def test_ctrl_c_during_the_first_imports_is_one_line(tmp_path):
     """It comes as the first module below the settings is imported."""
     (tmp_path / "sitecustomize.py").write_text(
         "import builtins, os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits "ignored"
         "def load_or_interrupt(name, *rest, load=builtins.__import__, **named):\n"
         "    if name == 'nanochat.corpus.make_dataset':\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
