@@ -11,7 +11,7 @@ from configurator import configure
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
 model_tag = ""              # folder of the checkpoints; empty: d<depth>
-overwrite = False           # remove later checkpoints: all at a new start, those after the start of a resumed run
+overwrite = False           # remove checkpoints in the way: at a new start all, of a resumed run those after its start
 seed = 0                    # [0..] decides weights and the order of the data
 # ---- Device
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
@@ -22,7 +22,7 @@ activation_checkpointing = False  # recompute each block in the backward pass: l
 # ---- Data
 data = "tinyworld"          # data set made by scripts.dataset, or several by shares: climbmix*0.9, notes*0.1
 max_seq_len = -1            # [-1, 1..] tokens per row; -1: 2,048 on a CUDA GPU, else 512
-# ---- Model, drawn by the seed, or begun from another one: its tokenizer and all settings that are left out here
+# ---- Model: drawn by the seed, or begun from another one, with its tokenizer and the settings that are left out here
 depth = -1                  # [-1, 1..] layers; they set the width, about 64 each; -1: 20 on a CUDA GPU, else 4
 arch = ""                   # pieces: classic, modern (empty), or one with changes: modern,smear=False
 begin_from = ""             # model_tag of a base model, also an imported one, whose weights are trained further
@@ -33,7 +33,7 @@ target_flops = -1.0         # FLOPs of the whole run
 target_param_data_ratio = 8.0  # tokens per parameter of matrices and head
 # ---- Batch
 device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: up to 16 on a CUDA GPU, else up to 8
-total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, and the rates with it
+total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, and rates scaled to it
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 shard_size = -1             # [-1, 1..] ranks that share one copy; groups of this size are replicas; -1: all ranks
@@ -50,7 +50,7 @@ grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0
 warmup_steps = -1           # [-1, 0..] steps in which the learning rate rises, at most a tenth of the run
 warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, in which it falls
 final_lr_frac = -1.0        # [-1, 0..1] the last step's learning rate, as a share of the highest
-look_ahead = -1.0           # [-1, 0..0.9] mean moves by which weights go on after an update in mid-run; 0: none
+look_ahead = -1.0           # [-1, 0..0.9] after an update in mid-run weights move on by so many mean updates; 0: none
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = -1            # [-1, 1..] tokens per validation, at most all; -1: 10,485,760 on a CUDA GPU, else 65,536
@@ -59,7 +59,7 @@ core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
 sample_every = 2000         # [-1..] steps between samples, also before the first step and after the last; -1: never
 # ---- Checkpoints
 save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
-keep_last = -1              # [-1, 1..] checkpoints kept; -1: all, of the half-hourly ones two
+keep_last = -1              # [-1, 1..] checkpoints kept; -1: all, but of the half-hourly ones the newest two
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
@@ -84,7 +84,7 @@ from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
 from nanochat.optim.recipe import choose
-from nanochat.optim.schedule import is_due
+from nanochat.optim.schedule import is_due, rows_at_a_time
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
@@ -115,7 +115,7 @@ if max_seq_len == -1:
 if eval_tokens == -1:
     eval_tokens = 10_485_760 if large else 65_536
 
-# ---- Where to start: rank 0 decides for all ranks. Ranks that torchrun restarts go on from their newest checkpoint
+# ---- Where to start, as rank 0 decides: the folder of the checkpoints, the one to resume, the one with the weights
 begin = find_beginning(config, f"d{depth}")
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
@@ -138,13 +138,13 @@ print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head
 pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
 model.keep_layers(pipeline.layers)  # removes those of other pipeline stages
 
-# ---- Horizon, batch, recipe, rates. A resumed run keeps its batch, recipe and rates; its horizon is that of this call
-# Rows of a micro-step of all ranks; where they are chosen the same for 1 to 16 ranks, so that the curve is, too.
+# ---- Horizon, batch, recipe. A resumed run keeps batch, recipe and factors of the rates; its horizon is this call's
+# Rows of a micro-step of all ranks; chosen ones are the same for 1, 2, 4, 8 and 16 ranks, so the curve is, too.
 rows_at_once = math.lcm(16, world_size) if device_batch_size == -1 else device_batch_size * world_size
 chosen = choose(config, matmul_parameters, flops_per_token, rows_at_once * max_seq_len, meta)
 total_batch_size, num_iterations, recipe = chosen.total_batch_size, chosen.num_iterations, chosen.recipe
 if device_batch_size == -1:
-    device_batch_size = math.gcd(total_batch_size // (max_seq_len * world_size), 16 if large else 8)
+    device_batch_size = rows_at_a_time(total_batch_size // max_seq_len, world_size, 16 if large else 8)
     config["device_batch_size"] = device_batch_size
 if fp8 == "auto":
     fp8 = compile and fp8_pays(device, model_config.n_embd, device_batch_size * max_seq_len)
@@ -153,14 +153,13 @@ config |= recipe._asdict() | {"fp8": fp8}  # checkpoints and the report show wha
 # ---- Micro-steps. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
 uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
-# The share of all ranks' micro-batches that have rows, the same number on each rank: 1 if the ranks divide the batch
+# The share of all ranks' places for rows in a step that have one: 1 if the ranks divide the batch
 step_places = grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks
 filled = total_batch_size / step_places
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
-       f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
-if filled < 1:
-    print0(f"warning: {pipeline.dp_ranks} rank(s) do not divide the batch: "
-           f"{1 - filled:.0%} of their micro-steps are empty")
+       f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}"
+       + (f"; {pipeline.dp_ranks} rank(s) do not divide the batch: {1 - filled:.0%} of their micro-steps are empty"
+          if filled < 1 else ""))
 total_tokens = num_iterations * total_batch_size
 announce_length(depth, num_iterations, total_tokens, flops_per_token, device, model_dtype, world_size,
                 wanted=meta is not None or config["num_iterations"] != -1)
@@ -173,23 +172,19 @@ if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
     print0("fp8: the blocks multiply in 8 bits, evaluations in " + str(model_dtype).removeprefix("torch."))
 sharding = shard_model(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
-del weights  # with the checkpoint's file
+del weights  # closes the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
                               recipe.weight_decay * chosen.decay_factor, chosen.rate_factor, recipe.look_ahead)
 
-# ---- Resume, exactly: masters, moments, place in the data (the Session below: smoothed loss)
-data_state = None
+# ---- Resume, exactly: masters and moments here; below the place in the data and, in the Session, the smoothed loss
 if begin.resumed:
     load_training_state(begin.resumed, sharding, optimizers)
-    data_state = meta["data_state"]
     print0(f"resuming from {begin.resumed}{changed_settings(meta['config'], config)}")
-elif resume == "auto":
-    print0(f"nothing to resume in {begin.checkpoints}: starting from step 0")
 
 # ---- Data: the rows of a step depend on its number, the seed and the batch, not on how many ranks share them
 shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_rank, pipeline.dp_ranks, device)
 train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=total_batch_size // max_seq_len,
-                               seed=seed, state=data_state)
+                               seed=seed, state=meta["data_state"] if meta else None)
 floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy, None where it is not known
 inputs, targets, data_state = next(train_loader)  # data_state: before the first row of their step
 
@@ -200,8 +195,8 @@ pipeline.connect(model, sharding, micro_batches, device_batch_size)
 while True:
     step = session.step
 
-    # --- checkpoint of the parameters before this step, if one is due. They are also saved if an error, for example in
-    # an evaluation, ends all ranks before the next update (not on zero_stage 3, where that takes working collectives)
+    # --- checkpoint of the parameters before this step, if one is due. The Session also saves them if an error ends all
+    # ranks before the next update, as in an evaluation (not on zero_stage 3, where that takes working collectives)
     session.save_if_due(data_state=data_state)
     if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
         break
@@ -226,7 +221,7 @@ while True:
                 with eagerly():
                     samples = print_samples(evaluated, tokenizer, sample_prompts(data_sets[0]), max_tokens=24)
                 metrics.log(step, {"sample": samples})
-    if metrics.stop_requested:  # meanwhile, on some rank: save, then stop
+    if metrics.stop_requested:  # meanwhile, on some rank: to the top of the loop, which saves and stops
         continue
     if step >= num_iterations:
         break
@@ -238,7 +233,7 @@ while True:
     #   backward  a unit's gradients are complete -> reduce-scatter in float32, in every micro-step (stage 1: the last):
     #             r receives the sum over the ranks of its 1/N, adds it to its own sum, and frees the gradients; two
     #             units are under way at most. After the last micro-step replicas add up their sums (all-reduce)
-    #   reduce    one all-reduce of six numbers: loss, count (1 for each rank with a loss), squared norm, not
+    #   reduce    one all-reduce of six numbers: loss, count (`filled`, of ranks with a loss), squared norm, not
     #             finite?, stop?, save?; r divides loss and gradients by the sum of the counts and clips
     #   update    AdamW: r changes its 1/N. Muon: the momentum of each matrix goes to one rank (all-to-all), which
     #             orthogonalizes the matrix and sends the parts back (all-to-all); then r changes its 1/N. LookAhead, in
@@ -251,7 +246,7 @@ while True:
             if pipeline_stages > 1:
                 loss = pipeline.step(inputs, targets)  # forward and backward passes of all micro-batches, in turns
             else:
-                loss = model(inputs, targets)  # mean over this micro-batch
+                loss = model(inputs, targets)  # mean over all targets of this micro-batch
                 (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
@@ -261,7 +256,7 @@ while True:
     count = filled if pipeline.is_last else 0.0
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
     lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
-    with session.update(stats, lrm):  # an error in here saves nothing: the parameters are half updated
+    with session.update(stats, lrm):  # ends the step: + 1. An error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
         sharding.all_gather_params()

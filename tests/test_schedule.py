@@ -10,6 +10,7 @@ from nanochat.optim.schedule import (
     is_due,
     lr_multiplier,
     momentum_at,
+    rows_at_a_time,
     warmdown_left,
 )
 from nanochat.runtime.errors import UserError
@@ -75,6 +76,11 @@ def test_accumulation_divides_or_names_what_would():
     with pytest.raises(UserError, match=r"try total_batch_size=8192, or device_batch_size=2"):
         accumulation_steps(2048, 8, 512, 2)
     assert [accumulation_steps(524288, 16, 2048, ranks, uneven=True) for ranks in (1, 3, 4, 24)] == [16, 6, 4, 1]
+
+
+def test_ranks_that_do_not_divide_a_step_still_take_several_rows():
+    assert [rows_at_a_time(256, ranks, 16) for ranks in (1, 8, 32, 7, 6, 5, 3, 300)] == [16, 16, 8, 8, 4, 8, 8, 1]
+    assert [rows_at_a_time(rows, 2, 8) for rows in (2, 6, 40)] == [1, 1, 4]
 
 
 def test_steps_from_the_horizon():

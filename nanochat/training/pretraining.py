@@ -7,6 +7,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import GPTConfig, parse_architecture
 from nanochat.runtime.collectives import from_rank0
+from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import checkpoint_dir, choose_start, model_dir, read_meta
 from nanochat.training.finetuning import find_source
@@ -38,6 +39,8 @@ def find_beginning(settings: dict, default_tag: str) -> Beginning:
             raise UserError(f"begin_from={begin_from}, but the run in {checkpoints} was begun from "
                             f"{origin or 'no model'}; leave it out to go on, or choose another --model_tag")
         return Beginning(checkpoints, resumed, resumed, origin)
+    if settings["resume"] == "auto":
+        print0(f"nothing to resume in {checkpoints}: starting from step 0")
     if not begin_from:
         return Beginning(checkpoints, None, None, "")
     source = find_source(model_dir("base", begin_from), settings["source_step"])
