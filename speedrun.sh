@@ -2,9 +2,9 @@
 # From an empty machine to a model you can talk to, evaluated at every stage, and its report: the commands for eight
 # H100s, four hours. Other GPUs change eight variables; without a GPU runs/cpu.sh follows, eight to eleven minutes.
 #
-#     bash speedrun.sh                # after anything went wrong again: no finished step is repeated, training goes on
+#     bash speedrun.sh                # stopped or failed: run it again; finished steps stay, training goes on
 #     bash speedrun.sh --chat --folder=~/notes    # a page shows the run, then chats, and looks things up in your files
-#     bash speedrun.sh --full         # on a CPU: twice the layers, three times the minutes, every stage evaluated
+#     bash speedrun.sh --full         # on a CPU: twice the layers, three times the minutes
 #     bash speedrun.sh --rehearse     # every stage in small, on GPUs after three steps of the real model
 #     bash speedrun.sh --plan=8,H100,80 --price=2.5  # only shows the commands for 8 H100 of 80 GB, hours and dollars
 #     bash speedrun.sh --run=NAME     # logs the trainings on GPUs to wandb, too, after `wandb login`
@@ -27,7 +27,7 @@ cd "$(dirname "$0")"
 . ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo "hub${wandb:+,wandb}")"  # the larger tasks come from the hub
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
-once() { python -m scripts.once $show "$@"; }  # runs a step unless it is done; a plan only shows it
+once() { python -m scripts.once $show "$@"; }  # not again with the same command, --needs and --makes; a plan shows it
 [ -n "$plan" ] || python -m scripts.doctor     # what this machine has; ends here where nothing can be trained
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 [ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/${rehearsal:-cpu}.sh; exit; }

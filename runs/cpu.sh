@@ -14,7 +14,7 @@ once library -- python -m scripts.library --source=python
 [ -z "${folder:-}" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
 once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/tinyworld -- \
     python -m scripts.tok_train --data=tinyworld --vocab_size=4096 --tasks="pydoc, run, notes[:6000]"
-# Four heads of 64 learn to copy sooner than two of 128; on text alone they were worse (docs/ablations.md).
+# Heads of 64 learn to copy sooner than heads of 128; on text alone they were worse (docs/ablations.md).
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
     python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=auto --depth=$DEPTH \
     --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=500 --eval_every=100 --sample_every=100 $batch $keep
@@ -24,7 +24,7 @@ once base_eval-$tag --needs base_checkpoints/$tag --makes $made/base_eval.json -
 judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=64 --tasks="tinyworld:facts, tinyworld:identity,
     arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run, lookup, lookup:unknown, lookup:talk, search,
     search:unknown, notes, notes:unknown, notes:talk")
-# A question says what to do, whatever was asked before it: without after:… arithmetic after a lookup was 44% right.
+# after:…: a question of another task comes first. Without these, arithmetic after a lookup was 44% right.
 once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/mid_train.json -- \
     python -m scripts.mid_train --model_tag=$tag --resume=auto --eval_every=500 --warmdown_ratio=1 $batch $keep \
     --tasks="tinyworld, tinyworld[:5000], after:lookup+arithmetic[:700], after:search+spellingbee[:700],
