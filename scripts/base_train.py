@@ -49,7 +49,7 @@ weight_decay = -1.0         # [-1, 0..] of Muon's matrices; falls to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmup_steps = -1           # [-1, 0..] steps in which the learning rate rises, at most a tenth of the run
 warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, in which it falls
-final_lr_frac = -1.0        # [-1, 0..1] the last step's learning rate, as a share of the highest
+final_lr_frac = -1.0        # [-1, 0..1] where it falls to at the end, as a share of the highest rate
 look_ahead = -1.0           # [-1, 0..0.9] after an update in mid-run weights move on by so many mean updates; 0: none
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never

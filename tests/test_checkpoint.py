@@ -27,6 +27,7 @@ from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import previous, sha256, write_folder_aside
 from nanochat.training.checkpoint import (
+    changed_settings,
     checkpoint_dir,
     choose_start,
     find_checkpoint,
@@ -211,6 +212,12 @@ def test_what_does_not_fit_is_refused_before_anything_changes(folder):
 
 
 # ---- Finding
+
+
+def test_settings_that_changed_since_a_checkpoint_are_named():
+    now = {"seed": 1, "grad_clip": 0.0, "newer_than_it": -1, "resume": "auto", "depth": 4}
+    before = {"seed": 0, "grad_clip": 0.0, "resume": "", "depth": 4}
+    assert changed_settings(before, now) == "\n  with another seed: 0 before, 1 now"
 
 
 def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept(folder):

@@ -75,6 +75,9 @@ def test_every_group_has_its_scaled_rate(large):
     assert rates == pytest.approx(expected) and matrices == 0.25 * 0.3
     assert {group["weight_decay"] for group in adamw.param_groups} == decays
     assert muon.param_groups[0]["initial_weight_decay"] == 0.4
+    model.roles = lambda roles=model.roles(): roles | {"new.weight": "new"}
+    with pytest.raises(ValueError, match=r"no rate for the parameters of role \{'new'\}"):
+        setup_optimizers(model, sharding)
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 40), (2, 64, 16), (2, 16, 64), (1, 33, 17)])

@@ -50,6 +50,8 @@ def setup_optimizers(
         "residual_scale": 0.005,
         "first_scale": 0.5,
     }
+    if untrained := set(roles.values()) - {"matrix", *rates}:
+        raise ValueError(f"no rate for the parameters of role {untrained}: name one in setup_optimizers")
     groups = []
     for role, lr in rates.items():
         shards = [shard for shard in sharding.shards if roles[shard.name] == role]

@@ -267,12 +267,15 @@ def has_written(launchers: list[str], folder: Path) -> bool:
 
 
 def changed_settings(before: dict, now: dict) -> str:
-    """A line for each setting that differs from the checkpoint's. Only without such lines is a resumed run exact."""
+    """
+    A line for each setting that differs from the checkpoint's. Only without such lines is a resumed run exact. One
+    that the checkpoint lacks, as it is newer, is not compared: its default does what was done before.
+    """
     text = ""
     for name, value in now.items():
         about_resuming = name in ("run", "overwrite", "resume", "resume_from_step")
-        if not about_resuming and before.get(name) != value:
-            text += f"\n  with another {name}: {before.get(name)} before, {value} now"
+        if not about_resuming and before.get(name, value) != value:
+            text += f"\n  with another {name}: {before[name]} before, {value} now"
     return text
 
 
