@@ -111,7 +111,7 @@ ANGLES = rotary_angles(T, CONFIG.head_dim, CONFIG.rope_theta, torch.device("cpu"
 
 
 def on_one(block: Block, x: Tensor) -> Tensor:
-    return block(Streams(x, x, x), torch.arange(T)[None], Positions(*ANGLES, None))
+    return block(Streams(x, x, x), torch.arange(T)[None], Positions(*ANGLES))
 
 
 def compare(

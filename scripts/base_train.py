@@ -186,7 +186,7 @@ shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_r
 train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=total_batch_size // max_seq_len,
                                seed=seed, state=meta["data_state"] if meta else None)
 floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy, None where it is not known
-inputs, targets, data_state = next(train_loader)  # data_state: before the first row of their step
+inputs, targets, documents, data_state = next(train_loader)  # data_state: before the first row of their step
 
 session = Session(begin.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
                   rate_scales=(chosen.rate_factor, chosen.decay_factor), data=data, origin=begin.origin)
@@ -244,12 +244,14 @@ while True:
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1, passes=micro_batches):
             if pipeline_stages > 1:
-                loss = pipeline.step(inputs, targets)  # forward and backward passes of all micro-batches, in turns
+                # forward and backward passes of all micro-batches, in turns
+                loss = pipeline.step(inputs, targets, documents)
             else:
-                loss = model(inputs, targets)  # mean over all targets of this micro-batch
+                loss = model(inputs, targets, documents=documents)  # mean over all targets of this micro-batch
                 (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
-        inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
+        # read by a thread; the host does not wait for the copy
+        inputs, targets, documents, data_state = next(train_loader)
 
     # reduce_and_clip divides loss and gradients by the sum of the counts: `filled` for each rank with a loss. In a
     # pipeline only the last stage has one. (Fine-tuning counts targets.)

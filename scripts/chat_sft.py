@@ -136,7 +136,7 @@ session = Session(start.checkpoints, start.resumed, config, sharding, optimizers
                   data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
 loader = conversation_loader(conversations, steps, shape, pad=True, start_step=session.step)
-inputs, targets = next(loader)
+inputs, targets, documents = next(loader)
 
 while True:
     step = session.step
@@ -181,12 +181,13 @@ while True:
     grad_accum_steps = len(shape.micro_steps(steps[step]))
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
-            loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient
+            # without a single target: zero, and so is its gradient
+            loss = model(inputs, targets, reduction="sum", documents=documents)
             loss.backward()
         step_loss += loss.detach()
         step_targets += (targets >= 0).sum()
         step_tokens += targets.numel() * world_size  # with padding: every rank's rows are padded to one length
-        inputs, targets = next(loader)
+        inputs, targets, documents = next(loader)
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio)

@@ -104,7 +104,7 @@ session = Session(start.checkpoints, start.resumed, config, sharding, optimizers
                   total_batch_size, data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
 loader = conversation_loader(conversations, steps, shape, pad=False, start_step=session.step)
-inputs, targets = next(loader)
+inputs, targets, documents = next(loader)
 
 while True:
     step = session.step
@@ -134,11 +134,12 @@ while True:
     grad_accum_steps = len(shape.micro_steps(steps[step]))
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
-            loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient
+            # without a single target: zero, and so is its gradient
+            loss = model(inputs, targets, reduction="sum", documents=documents)
             loss.backward()
         step_loss += loss.detach()
         step_targets += (targets >= 0).sum()
-        inputs, targets = next(loader)
+        inputs, targets, documents = next(loader)
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps)

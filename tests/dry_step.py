@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.watch import sent_in
-from nanochat.model import layers, loss
+from nanochat.model import gpt, loss
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.step_trial import set_up_training
 
@@ -85,24 +85,20 @@ def one_rank_of(ranks: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def gpu_attention(q: Tensor, k: Tensor, v: Tensor, window: int, blocks, begins=None) -> Tensor:
-    """What cuDNN's attention allocates and keeps; to choose a kernel, the usual function would ask the device."""
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
-
-
 def dry_step(ranks: int, config: GPTConfig, rows: int, stage: int, micro_steps: int) -> DryStep:
     """Counts rank 3's optimizer step as in scripts/base_train.py, in bfloat16, after one that is not counted."""
-    count, attention = DryStep(min(3, ranks - 1), ranks), layers.attention
-    layers.attention, loss.CHUNK_LOGITS["meta"] = gpu_attention, loss.CHUNK_LOGITS["cuda"]
+    count, has_varlen = DryStep(min(3, ranks - 1), ranks), gpt.has_varlen
+    gpt.has_varlen, loss.CHUNK_LOGITS["meta"] = lambda *_: True, loss.CHUNK_LOGITS["cuda"]
     with one_rank_of(ranks, count.rank), count:
         model, sharding, optimizers = set_up_training(config, torch.bfloat16, META, stage)
         tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device=META)
+        documents = torch.empty(4 * rows, dtype=torch.int32, device=META)
         for _ in range(2):
             count.clear("forward")
             for micro_step in range(micro_steps):
                 with sharding.accumulate(last=micro_step == micro_steps - 1):
                     count.phase = "forward"
-                    mean = model(tokens, tokens)
+                    mean = model(tokens, tokens, documents=documents)
                     count.phase = "backward"
                     (mean / micro_steps).backward()
             count.phase = "reduce"
@@ -112,6 +108,6 @@ def dry_step(ranks: int, config: GPTConfig, rows: int, stage: int, micro_steps: 
                 optimizer.step(stats)
             count.phase = "gather"
             sharding.all_gather_params()
-    layers.attention = attention
+    gpt.has_varlen = has_varlen
     del loss.CHUNK_LOGITS["meta"]
     return count

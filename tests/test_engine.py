@@ -79,6 +79,12 @@ def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
     return list(model.generate(prompt, count))
 
 
+def plain_logits(model: GPT, tokens: list[int]) -> torch.Tensor:
+    """(T, V) of a full pass, in which documents are apart if the model keeps them so."""
+    row = torch.tensor([tokens])
+    return model(row, documents=model.documents_in(row))[0]
+
+
 def tokens_of(answers: list[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
@@ -159,7 +165,7 @@ def test_bfloat16_stays_close_to_the_plain_model(arch):
             [prefix] = cached.extend([(prefix, row[piece : min(piece + 16, start)])])
         cached.insert(prefix)
     assert cached.kv.dtype == torch.bfloat16
-    reference = [model(torch.tensor([row]))[0] for row in rows]  # (T, V) each
+    reference = [plain_logits(model, row) for row in rows]  # (T, V) each
 
     def is_best(logits: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether the choice is the plain model's; at least it is nearly as good."""
@@ -489,7 +495,7 @@ def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch):
 
 def check_logprobs(model: GPT, tokens: list[int], logprobs: list, first: int, count: int | None) -> None:
     """Those of tokens[first:] are the plain model's, softmax in float64, to 1e-4: float32 sums differ by less."""
-    expected = model(torch.tensor([tokens])).double().log_softmax(-1)[0]
+    expected = plain_logits(model, tokens).double().log_softmax(-1)
     assert [one.token for one in logprobs] == tokens[first:] * (count is not None)
     for row, one in zip(expected[max(first - 1, 0) :], logprobs[first == 0 :]):
         best = row.topk(count)
@@ -654,7 +660,7 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
     assert answer.tokens == [65, *call, *forced, 70] + [5] * 4
     assert answer.forced == [False] * (1 + len(call)) + [True] * len(forced) + [False] * 5
     assert other.tokens == [5] * len(other.tokens) and not any(other.forced)
-    expected = model(torch.tensor([prompts[0] + answer.tokens]))[0]  # (T, V)
+    expected = plain_logits(model, prompts[0] + answer.tokens)
     got = cap(torch.stack([rows[0] for rows in logits]), 15.0)    # after each token of the answer but the last
     torch.testing.assert_close(got, expected[10:-1], atol=2e-4, rtol=0)
 

@@ -64,7 +64,7 @@ def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):
     row = [BOS, *TOKENIZER.encode("the cat"), BOS, *TOKENIZER.encode("日本")][:10]
     tokens = torch.tensor([row, row])
     size = len(TOKENIZER.decode_bytes([token for token in row[1:] if token != BOS]))
-    endless = itertools.repeat((tokens[:, :-1], tokens[:, 1:], {}))  # as a validation loader; the evaluation must end
+    endless = itertools.repeat((tokens[:, :-1], tokens[:, 1:], None, {}))  # as a validation loader; this must end
     expected = nats_one_by_one(model, row) / math.log(2) / size
     assert evaluate_bpb(model, endless, 3, TOKENIZER.token_bytes()) == pytest.approx(expected, rel=1e-4)
 

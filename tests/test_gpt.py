@@ -1,5 +1,6 @@
 """The model against its definition written out in float64, and against torch's own counters."""
 import functools
+import itertools
 import math
 import re
 from functools import partial
@@ -7,11 +8,20 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import varlen_on_cpu  # noqa: F401
 from conftest import ALL_PIECES
+from dry_step import META
 from torch.utils.flop_counter import FlopCounterMode
 
+from nanochat.data.batch_shape import document_offsets
 from nanochat.data.padding import padded_length
-from nanochat.model.attention import attention, window_blocks
+from nanochat.model.attention import (
+    attention,
+    document_begins,
+    has_varlen,
+    varlen_attention,
+    varlen_error,
+)
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
 from nanochat.model.loss import (
@@ -122,20 +132,28 @@ def definition(model: GPT, weights: dict[str, torch.Tensor], tokens: torch.Tenso
     (2, 0, "classic", 2), (2, None, "classic", 2), (2, 15.0, ALL_PIECES, 5), (1, None, ALL_PIECES, 1),
     *((2, 15.0, f"classic,{piece}", 5) for piece in ALONE),
 ])
-def test_logits_loss_and_gradients_are_those_of_the_definition(n_kv_head, softcap, arch, n_layer):
-    """Weights of this size push many logits into the softcap's bend; float32 rounding leaves 1e-4 of 15."""
+@pytest.mark.parametrize("varlen", [False, True])
+def test_logits_loss_and_gradients_are_those_of_the_definition(n_kv_head, softcap, arch, n_layer, varlen, monkeypatch):
+    """
+    With the kernels of a CPU and with those of a GPU. Weights of this size push many logits into the softcap's bend;
+    float32 rounding leaves 1e-4 of 15.
+    """
+    monkeypatch.setattr("nanochat.model.gpt.has_varlen", lambda *_: varlen)
     model = small_model(n_kv_head, softcap=softcap, arch=arch, n_layer=n_layer, n_embd=48)
     weights = in_float64(model)
     tokens = torch.randint(70, (3, 32), generator=torch.Generator().manual_seed(0))
     tokens[0, [0, 6, 19]] = tokens[1, 30] = 3  # documents begin; there are none in the third row
     expected = definition(model, weights, tokens)
-    torch.testing.assert_close(model(tokens).double(), expected, atol=2e-4, rtol=0)
+    documents = model.documents_in(tokens)
+    begin = [i for i in range(96) if i % 32 == 0 or tokens.flatten()[i] == model.config.document_token]
+    assert documents.tolist() == [*begin, 96]
+    torch.testing.assert_close(model(tokens, documents=documents).double(), expected, atol=2e-4, rtol=0)
     targets = tokens.roll(-1, 1)
     targets[1, 5:] = -1
     nats = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view(3, 32)
     mean = nats.sum() / (targets >= 0).sum()
     for reduction, exact, atol in (("none", nats, 3e-4), ("sum", nats.sum(), 5e-3), ("mean", mean, 1e-4)):
-        loss = model(tokens, targets, reduction=reduction)
+        loss = model(tokens, targets, reduction=reduction, documents=documents)
         torch.testing.assert_close(loss.double(), exact, atol=atol, rtol=0)
     loss.backward(), mean.backward()
     for name, p in model.named_parameters():
@@ -145,64 +163,84 @@ def test_logits_loss_and_gradients_are_those_of_the_definition(n_kv_head, softca
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, begins=None) -> torch.Tensor:
     """The definition, in float32, with every key head repeated: slow; the kernels are compared with it."""
-    group = q.size(1) // k.size(1)
-    k = k.repeat_interleave(group, dim=1).float()                           # (B, H, T, D)
-    v = v.repeat_interleave(group, dim=1).float()
-    scores = q.float() @ k.mT / q.size(-1) ** 0.5                           # (B, H, T, T)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    length, group = q.size(1), q.size(2) // k.size(2)
+    q, k, v = (heads.transpose(1, 2).float() for heads in (q, k, v))
+    k, v = (heads.repeat_interleave(group, dim=1) for heads in (k, v))      # (B, H, T, D)
+    scores = q @ k.mT / q.size(-1) ** 0.5                                   # (B, H, T, T)
+    seen = torch.ones(length, length, dtype=torch.bool)
     unseen = ~seen.tril() | seen.tril(-window)
     if begins is not None:
-        unseen = unseen | (torch.arange(len(seen)) < begins[:, None, :, None])
-    return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).to(q.dtype)
+        unseen = unseen | (torch.arange(length) < begins[:, None, :, None])
+    return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).transpose(1, 2)
 
 
-def queries_keys_values(heads: int, kv_heads: int, length: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(length)
-    shapes = [(2, h, length, 16) for h in (heads, kv_heads, kv_heads)]
-    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+def documents_of_two_rows(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Documents of 1, 2, 70 and more tokens; of all but the last token. Offsets, and begins found one by one."""
+    first = list(itertools.takewhile(lambda size: size > 0, (1, 2, min(70, length - 3), length - 73)))
+    rows = [first, [length - 1, 1]]  # the last document of the first row goes on to its end
+    begins = torch.zeros(2, length, dtype=torch.int64)
+    for row, sizes in zip(begins, rows):
+        for begin in itertools.accumulate(sizes[:-1]):
+            row[begin:] = begin
+    return document_offsets(rows, 2, length), begins
 
 
 @pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("blockwise", [True, False])
-@pytest.mark.parametrize("window", [1024, 100, 1])
-@pytest.mark.parametrize("heads,kv_heads,length", [(2, 2, 64), (4, 2, 300), (6, 1, 513), (1, 1, 1)])
-def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, blockwise, apart, monkeypatch):
+@pytest.mark.parametrize("kernel", ["blocks", "masked", "varlen"])
+@pytest.mark.parametrize("window", [1024, 100, 2, 1])
+@pytest.mark.parametrize("heads,kv_heads,length", [(2, 2, 64), (4, 2, 300), (6, 1, 513), (4, 2, 2), (1, 1, 1)])
+def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, kernel, apart, monkeypatch):
     """
     Grouped queries, windows, documents apart, and lengths below, above and not a multiple of the block; values and
-    gradients.
+    gradients. Varlen: what varlen_attn is asked for, of kernels that follow its documentation.
     """
-    if not blockwise:  # the way of longer rows
+    if kernel == "masked":  # the way of longer rows, and of old GPUs
         monkeypatch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
-    qkv = queries_keys_values(heads, kv_heads, length)
-    upstream = torch.randn(2, heads, length, 16, generator=torch.Generator().manual_seed(0))
-    begins = torch.stack([torch.arange(length) // 70 * 70, torch.arange(length) // 290 * 290]) if apart else None
-    expected = reference_attention(*qkv, window, begins)
-    got = attention(*qkv, window, begins=begins)
+    generator = torch.Generator().manual_seed(length)
+    q, k, v, upstream = (torch.randn(2, length, h, 16, generator=generator, requires_grad=True)
+                         for h in (heads, kv_heads, kv_heads, heads))
+    documents, begins = documents_of_two_rows(length)
+    if not apart:
+        documents, begins = torch.tensor([0, length, 2 * length], dtype=torch.int32), None
+    else:
+        assert torch.equal(document_begins(documents, 2, length), begins)
+    expected = reference_attention(q, k, v, window, begins)
+    got = attention(q, k, v, window, documents if kernel == "varlen" else None, begins)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
-    for a, b in zip(torch.autograd.grad(got, qkv, upstream), torch.autograd.grad(expected, qkv, upstream)):
+    gradients = (torch.autograd.grad(y, (q, k, v), upstream) for y in (got, expected))
+    for a, b in zip(*gradients):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-class PretendedGPU(str):
-    """The name of a device that has no backward pass of FlexAttention, taken for one that has."""
-    type = "cuda"
+@pytest.mark.parametrize("installed, wrong, chosen", [
+    ("FA4", [], "FlashAttention 4"), ("FA4", ["FA4"], "FlashAttention 2"), ("", [], "FlashAttention 2"),
+    ("", ["FA2"], None)])
+def test_a_gpu_kernel_is_used_only_after_it_gave_the_right_numbers(installed, wrong, chosen, monkeypatch, capsys):
+    """A kernel whose window is one key too wide is found out. Neither is asked on a CPU or for float32."""
+    used = []
 
+    def activate(name: str) -> None:
+        used.append(name)
+        if not installed:
+            raise ModuleNotFoundError("flash_attn")
 
-def test_flex_attention_equals_the_reference(monkeypatch):
-    """The way of windows in compiled code on a GPU, here run eagerly on a CPU."""
-    length, window, gpu = 300, 75, PretendedGPU("cpu")
-    q, k, v = (t.detach() for t in queries_keys_values(4, 2, length))
-    window_blocks.cache_clear()
-    with torch.inference_mode():  # as a sample in mid-training, before a batch of its length
-        blocks = window_blocks(length, window, gpu)
-    assert not any(tensor.is_inference() for tensor in blocks.as_tuple() if isinstance(tensor, torch.Tensor))
-    assert blocks is window_blocks(length, window, gpu), "each layer would be compiled again"
-    assert window_blocks(length, length, gpu) is None, "no window"
-    monkeypatch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
-    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
-    got = attention(q, k, v, window, blocks)
-    torch.testing.assert_close(got, reference_attention(q, k, v, window), atol=2e-6, rtol=0)
+    def trial(device, *kind):
+        assert device.type == "cuda"
+        return varlen_error(torch.device("cpu"), *kind)
+
+    def one_key_more(q, k, v, window, documents):
+        return varlen_attention(q, k, v, window + 1 if used[-1] in wrong else window, documents)
+
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
+    monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: used.append("FA2"))
+    monkeypatch.setattr("nanochat.model.attention.varlen_error", trial)
+    monkeypatch.setattr("nanochat.model.attention.varlen_attention", one_key_more)
+    kind = torch.bfloat16, 16
+    with torch.inference_mode():  # the first pass may be a sample
+        assert has_varlen.__wrapped__(torch.device("cuda", 0), *kind) == (chosen is not None)
+    said = capsys.readouterr().out
+    assert (f"attention: {chosen}" in said) == (chosen is not None) and said.count("its error is") == len(wrong)
+    assert not has_varlen(torch.device("cuda", 0), torch.float32, 16) and not has_varlen(META, *kind)
 
 
 def drawn(x_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -298,33 +336,34 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
 def test_fine_tuning_compiles_few_graphs_on_a_gpu(monkeypatch):
     """
     The GPU's path on CPU tensors: every kind of block (window or not, value table or not, and the last) once for each
-    of three lengths, also the first block. Validation, of any lengths, compiles nothing, and makes no lists of blocks.
+    of three lengths, also the first block; nothing anew for other numbers of documents. Validation, of any lengths,
+    compiles nothing.
     """
     from torch._dynamo.testing import CompileCounter
 
     pieces = architecture("modern", depth=12)
-    model, counter = GPT(GPTConfig(2048, 70, n_layer=6, n_embd=32, n_head=4, n_kv_head=4, **pieces)), CompileCounter()
+    config = GPTConfig(2048, 70, n_layer=6, n_embd=32, n_head=4, n_kv_head=4, **pieces, document_token=3)
+    model, counter = GPT(config), CompileCounter()
     model.init_weights(0)
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
+    monkeypatch.setattr("nanochat.model.gpt.has_varlen", lambda *_: True)
     monkeypatch.setattr("nanochat.runtime.compiling.with_compiler", lambda function, dynamic=False: function)
     for block in model.own_blocks():
         block.compile_body(torch.device("cuda"))
     monkeypatch.setattr(switch, "on", True)
     lengths = {padded_length(longest, 2048, torch.device("cuda")) for longest in range(1, 2050)}
-    for length in sorted(lengths):
-        model(torch.zeros(1, length, dtype=torch.int64)).sum().backward()
+    for length, count in itertools.product(sorted(lengths), (1, 2, 7, 40)):
+        documents = document_offsets([[length // count] * count], 1, length)
+        model(torch.zeros(1, length, dtype=torch.int64), documents=documents).sum().backward()
     kinds = {(b.attn.window < 2048, b.values is None, b.middle_scale is None) for b in model.own_blocks()}
     assert lengths == {256, 1024, 2048} and len(kinds) == 4
     assert counter.frame_count == len(lengths) * len(kinds)
-    listed = []
-    monkeypatch.setattr("nanochat.model.layers.window_blocks", lambda *shape: listed.append(shape))
     with torch.no_grad():
         with eagerly():
             model(torch.zeros(1, 1100, dtype=torch.int64))
-        assert counter.frame_count == 12 and listed == []
+        assert counter.frame_count == 12
         model(torch.zeros(1, 8, dtype=torch.int64))
-    assert counter.frame_count > 12 and len(listed) == 6, "the switch is back"
+    assert counter.frame_count > 12, "the switch is back"
 
 
 def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():

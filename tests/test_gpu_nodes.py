@@ -9,7 +9,6 @@ import torch
 from conftest import REPO, run_module, warm_python
 from test_speedrun import bash, copy_scripts, write_python
 
-from nanochat.model import attention
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB, needed_bytes
 from nanochat.runtime import compiling
@@ -165,25 +164,6 @@ def test_the_first_hour_runs_to_its_end_without_a_gpu(base_folder):
     *_, first, _, _, _, again = re.findall(r"step 00002/00002 \| validation (\S+) ", page)
     assert first == again, "resumed at its half"
     assert re.fullmatch(r"Furthest from its estimate: -m bench.* --rehearse: .*, [\d.]+ of it", page.splitlines()[-1])
-
-
-def test_no_cudnn_plans_where_lengths_change(monkeypatch):
-    """Eagerly and without gradients, as CORE's passes; whole layers and windows. Training keeps the kernel."""
-    seen = []
-
-    def record(q, *_, **__):
-        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
-        return q
-
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", record)
-    q = torch.empty(1, 2, 8, 4, device="meta")  # as on a GPU: not the blocks of a CPU
-    for window in (8, 4):
-        attention.attention(q, q, q, window)
-        for context in (torch.no_grad, torch.inference_mode):
-            with context():
-                attention.attention(q, q, q, window)
-    assert seen == [(True, True), (False, True), (False, True)] * 2
-    assert torch.backends.cuda.cudnn_sdp_enabled(), "as it was"
 
 
 ALONE = """

@@ -1,7 +1,10 @@
 """How the rows of an optimizer step fall into micro-steps and onto ranks, for both loaders and for rollouts."""
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -9,6 +12,18 @@ T = TypeVar("T")
 def chunks(items: list[T], size: int) -> list[list[T]]:
     """Consecutive items, `size` at a time; the last chunk may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def document_offsets(rows: Sequence[Sequence[int]], places: int, length: int) -> Tensor:
+    """
+    Where documents begin in `places` rows of `length` tokens, as GPT.forward takes it. rows: the lengths of the
+    documents of each row; a place without a row is one document, and padding belongs to the row's last one.
+    """
+    begins: list[int] = []
+    for place in range(places):
+        before = rows[place][:-1] if place < len(rows) else ()
+        begins += itertools.accumulate(before, initial=place * length)
+    return torch.tensor([*begins, places * length], dtype=torch.int32)
 
 
 class BatchShape(NamedTuple):

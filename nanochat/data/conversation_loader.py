@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.data.batch_shape import BatchShape
+from nanochat.data.batch_shape import BatchShape, document_offsets
 from nanochat.data.best_fit import WaitingItems
 from nanochat.data.conversation import Conversation, render_parts
-from nanochat.data.padding import Row, padded_batch, padded_length
+from nanochat.data.padding import Row, on_device, padded_batch, padded_length
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import concatenate_parts, rank_and_size
 from nanochat.runtime.console import print0
@@ -154,9 +154,10 @@ def balance(lengths: Any, conversations: list[int], unit: int, row_len: int) -> 
 
 def conversation_loader(
     conversations: RenderedConversations, steps: list[Rows], shape: BatchShape, pad: bool, start_step: int = 0,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """
-    Yields (inputs, targets), (B, T) int64, of each micro-step of this rank, from the first of start_step on.
+    Yields (inputs, targets), (B, T) int64, and `document_offsets`, by conversation, of each micro-step of this rank,
+    from the first of start_step on.
 
     steps: the rows of each optimizer step; those of similar lengths go into one micro-step, the longest first. After
         the last step every micro-step is empty.
@@ -170,6 +171,9 @@ def conversation_loader(
             if pad:
                 longest = conversations.row_length(rows[0]) if rows else 0
                 length = padded_length(longest, length, shape.device)
-            own = [conversations.read(row) for row in shape.of_this_rank(rows)]
-            inputs, targets, _ = padded_batch(own, shape.device_batch_size, length, shape.device)
-            yield inputs, targets
+            own = shape.of_this_rank(rows)
+            tokens = [conversations.read(row) for row in own]
+            inputs, targets, _ = padded_batch(tokens, shape.device_batch_size, length, shape.device)
+            lengths = [conversations.lengths[row].tolist() for row in own]
+            documents = document_offsets(lengths, shape.device_batch_size, length)
+            yield inputs, targets, on_device(documents, shape.device)

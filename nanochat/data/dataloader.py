@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.data.batch_shape import BatchShape
+from nanochat.data.batch_shape import BatchShape, document_offsets
 from nanochat.data.best_fit import WaitingItems
 from nanochat.data.mixture import data_shares
 from nanochat.data.shard_reader import dataset_dir, fingerprint, shard_texts, split_shards
@@ -44,6 +44,7 @@ Span = tuple[int, int, int]
 class Batch(NamedTuple):
     inputs: Tensor      # (B, T) int64
     targets: Tensor     # (B, T) int64, one position ahead of the inputs; −1 where there is no row
+    documents: Tensor   # see `document_offsets`
     step_state: dict    # where the optimizer step of this batch begins
 
 
@@ -271,10 +272,10 @@ def document_loader(
     # Two steps early: opening a shard takes the thread longer than a row does.
     early = 2 * len(shape.micro_steps([0] * rows_per_step))
     pinned = shape.device.type == "cuda"
-    for inputs, targets, step_state in prefetched(batches, early):
+    for *tensors, step_state in prefetched(batches, early):
         # Only from pinned memory: another copy that is not waited for could read memory that is in use again.
-        yield Batch(inputs.to(shape.device, non_blocking=pinned), targets.to(shape.device, non_blocking=pinned),
-                    identity | step_state)
+        inputs, targets, documents = (tensor.to(shape.device, non_blocking=pinned) for tensor in tensors)
+        yield Batch(inputs, targets, documents, identity | step_state)
 
 
 def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, num_rows: int) -> Iterator[Batch]:
@@ -290,10 +291,11 @@ def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, 
             # A clone, because a view of a single row would share its memory with the inputs.
             targets = tokens[:, 1:].clone()
             targets[len(own) :] = -1
+            lengths = [[end - start + 1 for _, start, end in row] for row in own]
+            documents = document_offsets(lengths, shape.device_batch_size, shape.max_seq_len)
             if shape.device.type == "cuda":
-                inputs = inputs.pin_memory()
-                targets = targets.pin_memory()
-            yield Batch(inputs, targets, step_state)
+                inputs, targets, documents = (tensor.pin_memory() for tensor in (inputs, targets, documents))
+            yield Batch(inputs, targets, documents, step_state)
 
 
 def prefetched(iterator: Iterator, ahead: int) -> Generator:

@@ -28,12 +28,16 @@ def padded_batch(
         weights[i, : len(ids)] = torch.tensor(row_weights)
     targets = tokens[:, 1:].masked_fill(weights[:, 1:] == 0, -1)
     inputs, targets, weights = (part.contiguous() for part in (tokens[:, :-1], targets, weights[:, 1:]))
+    inputs, targets, weights = (on_device(part, device) for part in (inputs, targets, weights))
+    return inputs, targets, weights
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy there, or on a CPU the tensor itself."""
     # From pinned memory the copy does not wait for the work in the device's queue.
     if device.type == "cuda":
-        inputs, targets, weights = (part.pin_memory() for part in (inputs, targets, weights))
-    pinned = inputs.is_pinned()
-    inputs, targets, weights = (part.to(device, non_blocking=pinned) for part in (inputs, targets, weights))
-    return inputs, targets, weights
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=tensor.is_pinned())
 
 
 def padded_length(longest: int, max_seq_len: int, device: torch.device) -> int:

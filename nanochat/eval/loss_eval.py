@@ -21,7 +21,8 @@ from nanochat.runtime.stopping import until_stopped
 @torch.no_grad()
 def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) -> float:
     """
-    Bits per byte over `steps` batches (inputs, targets, …) on every rank: summed over ranks, then divided. COLLECTIVE.
+    Bits per byte over `steps` batches (inputs, targets, documents, …) on every rank: summed over ranks, then divided.
+    COLLECTIVE.
 
     token_bytes: (vocab_size,) raw bytes of each token; targets of zero bytes (special tokens) count neither as nats
     nor as bytes.
@@ -31,8 +32,8 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
     batches = iter(batches)
     for _ in until_stopped(progress(range(steps), "bits per byte", "batches")):
-        inputs, targets, *_ = next(batches)
-        total += counted_nats(model, inputs, targets, bytes_of)
+        inputs, targets, documents, *_ = next(batches)
+        total += counted_nats(model, inputs, targets, documents, bytes_of)
     all_reduce_sum(total)
     nats, count = total.tolist()
     return nats / math.log(2) / count
@@ -54,10 +55,10 @@ def evaluate_split(
     return bpb
 
 
-def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> Tensor:
+def counted_nats(model, inputs: Tensor, targets: Tensor, documents: Tensor | None, bytes_of: Tensor) -> Tensor:
     """(2,): nats and bytes, over targets that stand for at least one byte of text."""
     target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
-    losses = model(inputs, targets, reduction="none") * (target_bytes > 0)  # (B, T)
+    losses = model(inputs, targets, reduction="none", documents=documents) * (target_bytes > 0)  # (B, T)
     return torch.stack([losses.sum(dtype=sum_dtype(inputs.device)), target_bytes.sum()])
 
 
@@ -76,7 +77,8 @@ def evaluate_documents(
             rows.append(target_row([bos, *tokens[start : start + length]], 1))
     rank, world_size = rank_and_size()
     batches = group_by_length(rows, tokens_per_forward)[rank::world_size]
-    return evaluate_bpb(model, (collate(rows, indices, device) for indices in batches), len(batches), token_bytes)
+    whole = ((*collate(rows, indices, device), None) for indices in batches)
+    return evaluate_bpb(model, whole, len(batches), token_bytes)
 
 
 @torch.no_grad()

@@ -65,7 +65,8 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
         moved = (place + padding) % T
         if (mask.gather(1, moved).diff() > 0).any():
             raise ValueError("attention_mask has zeros between ones; only either end of a row can be padding")
-        x = self.gpt.hidden(input_ids.gather(1, moved))
+        tokens = input_ids.gather(1, moved)
+        x = self.gpt.hidden(tokens, self.gpt.documents_in(tokens))
         x = x.gather(1, ((place - padding) % T)[..., None].expand_as(x))
         logits = self.gpt.lm_head(x[:, -logits_to_keep:])
         loss = None

@@ -15,7 +15,6 @@ Rows have different lengths, and masks hide what a row has not reached. There ar
 removed, the last one moves into its place. The cache grows by large steps, so that little is copied, shrinks when long
 sequences have left, and is freed when all have.
 """
-import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -169,13 +168,16 @@ class CachedModel:
 
     def columns(self, parts: list[tuple[Prefix, list[int]]]) -> tuple[Tensor, list[Prefix]]:
         """
-        The next tokens of several sequences, end to end, as the blocks read them: (4, N), for each the token, the token
-        before it, its position, and where its document begins. And each prefix after them, without its tensors.
+        The next tokens of several sequences, end to end, as the blocks read them: (4, N), for each the token, the one
+        before it in its document or −1, its position, and where its document begins. And each prefix after them,
+        without its tensors.
         """
         columns, extended = [], []
         for prefix, tokens in parts:
             begins = begins_after(prefix, tokens, self.config.document_token)
-            columns += zip(tokens, [prefix.last, *tokens], itertools.count(prefix.length), begins)
+            read = zip(tokens, [prefix.last, *tokens], begins)
+            for position, (token, previous, begin) in enumerate(read, prefix.length):
+                columns.append((token, previous if position > begin else -1, position, begin))
             extended.append(Prefix((), prefix.length + len(tokens), tokens[-1], begins[-1]))
         # One copy to the device.
         return torch.tensor(columns, device=self.kv.device).T, extended
@@ -203,15 +205,15 @@ class CachedModel:
     def hidden(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Callable) -> Tensor:
         """
         The blocks of the model, for N tokens of any sequences: (N,) each → (N, C), what the head reads. previous: the
-        token before each, −1 where there is none. attend(layer, q, k, v) → (N, H, D) lets the tokens see others: q is
-        (N, H, D), k and v are (N, H_kv, D).
+        token before each, −1 where a document begins. attend(layer, q, k, v) → (N, H, D) lets the tokens see others: q
+        is (N, H, D), k and v are (N, H_kv, D).
 
         The twin of `Block.body` in nanochat/model/layers.py, without gradients: change both. tests/test_engine.py
         compares them (test_greedy_is_the_uncached_model_token_for_token).
         """
         cos, sin = (angle[positions] for angle in self.angles)
 
-        x = first = middle = self.model.transformer.wte(tokens, previous)
+        x = first = middle = self.model.transformer.wte(tokens, previous=previous)
         for layer, (block, products) in enumerate(zip(self.model.transformer.h, self.products)):
             qkv, attn_proj, mlp_fc, mlp_proj = products
             x = block.start(x, first)

@@ -1,11 +1,12 @@
-"""Causal attention: one function, several kernels."""
-import contextlib
+"""Causal attention: one function, three kernels."""
 import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nanochat.runtime.console import print0
+from nanochat.runtime.errors import first_line
 
 # Queries per block on a CPU: enough rows for the full rate of a matrix product, and few enough that half of the
 # scores are never computed.
@@ -21,73 +22,117 @@ def attention(
     k: Tensor,
     v: Tensor,
     window: int,
-    blocks=None,
+    documents: Tensor | None = None,
     begins: Tensor | None = None,
 ) -> Tensor:
     """
     softmax(q kᵀ / √D) v over the last `window` keys at or before each query, its own included.
 
-    q: (B, H, T, D); k, v: (B, H_kv, T, D) with H a multiple of H_kv: consecutive query heads share a key head.
-    Returns (B, H, T, D) in q's dtype. blocks: what `window_blocks` gave for T and the window. begins: see
-    `document_begins`; no query sees a key before its document.
+    q: (B, T, H, D); k, v: (B, T, H_kv, D) with H a multiple of H_kv: consecutive query heads share a key head.
+    Returns (B, T, H, D) in q's dtype. documents: their offsets, see `GPT.forward`, where `has_varlen`; without them
+    begins, see `document_begins`. No query sees a key before its document.
 
-    On a CPU: blocks of queries, two plain matrix products each, measured faster than scaled_dot_product_attention. On a
-    GPU: that function, which computes all scores; for windows in compiled code FlexAttention instead. Documents are
-    apart in short rows, where computing all scores costs little.
+    On a GPU FlashAttention: scores beyond windows and documents are not computed. On a CPU blocks of queries, two plain
+    matrix products each, measured faster than scaled_dot_product_attention. Else that function.
     """
-    length = q.size(2)
-    group = q.size(1) // k.size(1)
+    length = q.size(1)
+    if documents is not None:
+        return varlen_attention(q, k, v, window, documents)
     if q.device.type == "cpu" and length <= BLOCKWISE_MAX_LENGTH:
         return blockwise_attention(q, k, v, window, begins)
-    if begins is None and blocks is not None and torch.compiler.is_compiling():
-        from torch.nn.attention.flex_attention import flex_attention
+    return masked_attention(q, k, v, window, begins)
 
-        return flex_attention(q, k, v, block_mask=blocks, enable_gqa=group > 1)
-    with kernels():
-        if begins is None and window >= length:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
-        # Few kernels take groups with a mask; on an A100 only the one that keeps all scores does.
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    documents: Tensor,
+) -> Tensor:
+    """`attention` in one call. No document is longer than a row: the host need not know how long the longest is."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    length = q.size(1)
+    y = varlen_attn(
+        *(heads.flatten(0, 1) for heads in (q, k, v)), documents, documents, length, length,
+        window_size=(window - 1 if window < length else -1, 0), enable_gqa=q.size(2) > k.size(2),
+    )  # (B · T, H, D)
+    return y.view(q.shape)
+
+
+@functools.cache
+def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """
+    Whether `varlen_attention` computes here what `masked_attention` does, tried once: with FlashAttention 4 where it is
+    installed (the extra `gpu`), else with the FlashAttention 2 in torch. Older GPUs and float32 have neither.
+    """
+    if device.type != "cuda" or dtype == torch.float32:
+        return False
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    kernels = {"FlashAttention 4": lambda: activate_flash_attention_impl("FA4"),
+               "FlashAttention 2": restore_flash_attention_impl}
+    for name, activate in kernels.items():
+        try:
+            activate()
+            error = varlen_error(device, dtype, head_dim)
+            if error < 0.02:
+                print0(f"attention: {name}")
+                return True
+            why = f"its error is {error:.1%}"
+        except ModuleNotFoundError:
+            continue
+        # Any kind of error counts: there is another kernel.
+        except Exception as error:
+            why = first_line(error)
+        print0(f"not using {name}: {why}")
+    return False
+
+
+def varlen_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+    """How far results and gradients of `varlen_attention` are from those of `masked_attention`, as a part of these."""
+    rows, length = 2, 320
+    worst = []
+    # The first pass may be an evaluation.
+    with torch.inference_mode(False), torch.enable_grad():
+        documents = torch.tensor([0, 1, 200, length, 2 * length, 2 * length], dtype=torch.int32, device=device)
+        begins = document_begins(documents, rows, length)
+        drawn = torch.randn(10, rows, length, head_dim, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        heads = drawn.movedim(0, 2).requires_grad_()
+        q, k, v, upstream = heads.split((4, 1, 1, 4), dim=2)
+        for window in (80, length):
+            ours, exact = (
+                torch.cat((y, *torch.autograd.grad(y, (q, k, v), upstream, retain_graph=True)), dim=2)
+                for y in (varlen_attention(q, k, v, window, documents), masked_attention(q, k, v, window, begins))
+            )
+            worst.append(((ours - exact).norm() / exact.norm()).item())
+    return max(worst)
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    begins: Tensor | None,
+) -> Tensor:
+    """`attention` by scaled_dot_product_attention, which computes all scores where it takes a mask."""
+    length = q.size(1)
+    group = q.size(2) // k.size(2)
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+    if begins is None and window >= length:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
+    else:
+        # Few kernels take groups with a mask.
         k = k.repeat_interleave(group, dim=1)  # (B, H, T, D)
         v = v.repeat_interleave(group, dim=1)
         mask = visible(0, length, 0, window, q.device, begins)  # (T, T) or (B, T, T)
         if begins is not None:
             # The same for every head.
             mask = mask[:, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def kernels() -> contextlib.AbstractContextManager:
-    """
-    All of torch's kernels for training; all but cuDNN's for eager passes without gradients, whose lengths change: torch
-    prefers cuDNN on an H100, where it plans 0.2 to 0.5 s for each new shape.
-    """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-
-@functools.cache
-def window_blocks(length: int, window: int, device: torch.device):
-    """
-    FlexAttention's list of the blocks of keys that each block of queries sees; None where it is not used. Cached, as
-    every layer would otherwise be compiled for a list of its own. Never run on a GPU.
-    """
-    if device.type != "cuda" or window >= length:
-        return None
-    # Here, because it imports the compiler.
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def seen(
-        batch: Tensor,
-        head: Tensor,
-        query: Tensor,
-        key: Tensor,
-    ) -> Tensor:
-        return (key <= query) & (key > query - window)
-
-    # The same list serves training, which takes no tensors of inference mode.
-    with torch.inference_mode(False):
-        return create_block_mask(seen, None, None, length, length, device=device)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return y.transpose(1, 2)
 
 
 def blockwise_attention(
@@ -101,11 +146,12 @@ def blockwise_attention(
     The same by blocks of queries, each against the keys between its first query's window and its own end only: nearly
     half of the score matrix is never computed, and much less of it with a short window. Softmax in float32.
     """
-    B, H, T, D = q.shape
+    B, T, H, D = q.shape
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
     k = k.reshape(-1, T, D)                # (N, T, D), N = B · H_kv
     v = v.reshape(-1, T, D)
     q = q.reshape(len(k), -1, T, D)        # (N, G, T, D): the G query heads of each key head
-    return BlockwiseAttention.apply(q, k, v, window, begins).view(B, H, T, D)
+    return BlockwiseAttention.apply(q, k, v, window, begins).view(B, H, T, D).transpose(1, 2)
 
 
 def query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
@@ -171,17 +217,23 @@ class BlockwiseAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None
 
 
+def token_before(x: Tensor, begins: Tensor | None) -> Tensor:
+    """x (B, T, …) moved by one position: of each token that of the one before it, zeros where a document begins."""
+    before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+    if begins is None:
+        return before
+    follows = begins < torch.arange(x.size(1), device=x.device)  # (B, T)
+    return before * follows.view(*follows.shape, *[1] * (x.dim() - 2))
+
+
 def offset_keys(k: Tensor, begins: Tensor | None) -> Tensor:
     """
-    Keys (B, H, T, D) whose slow channels (the half that `rotate` turns least) come from the token before, or are zeros
+    Keys (B, T, H, D) whose slow channels (the half that `rotate` turns least) come from the token before, or are zeros
     where a document begins. Then one layer can find what followed a token the last time. Partial key offset:
     modded-nanogpt, 2025.
     """
-    fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, H, T, 2, D/4): `rotate` pairs the 2
-    before = F.pad(slow[:, :, :-1], (0, 0, 0, 0, 1, 0))
-    if begins is not None:
-        follows = begins < torch.arange(k.size(2), device=k.device)  # (B, T)
-        before = before * follows[:, None, :, None, None]
+    fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, T, H, 2, D/4): `rotate` pairs the 2
+    before = token_before(slow, begins)
     return torch.stack((fast, before), dim=-2).flatten(-3)
 
 
@@ -205,7 +257,8 @@ def visible(
     return seen
 
 
-def document_begins(tokens: Tensor, document_token: int) -> Tensor:
-    """tokens (B, T) → (B, T): the position of the last document_token at or before each, 0 where there is none."""
-    position = torch.arange(tokens.size(1), device=tokens.device)
-    return torch.where(tokens == document_token, position, 0).cummax(1).values
+def document_begins(documents: Tensor, rows: int, length: int) -> Tensor:
+    """Offsets, see `GPT.forward` → (rows, length): the position in its row where the document of each token begins."""
+    place = torch.arange(rows * length, device=documents.device, dtype=documents.dtype)
+    last = torch.searchsorted(documents, place, right=True) - 1
+    return (documents[last] % length).view(rows, length)

@@ -12,13 +12,15 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.model.attention import document_begins
+from nanochat.model.attention import document_begins, has_varlen
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import Block, Embedding, Gate, Positions, Streams, Table, norm, rotary_angles
 from nanochat.model.loss import cap, softcapped_cross_entropy, token_losses
+from nanochat.runtime.compiling import of_any_number
 
 Role = Literal["embedding", "head", "matrix", "table", "gate", "smear", "residual_scale", "first_scale"]
 Reduction = Literal["mean", "sum", "none"]
@@ -105,13 +107,25 @@ class GPT(nn.Module):
                 raise AssertionError(f"no initialisation for {name}")
         return weights
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens (B, T) → the head's input, (B, T, C)."""
-        return norm(self.blocks(range(self.config.n_layer), tokens, self.embed(tokens)).x)
+    def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """tokens (B, T) → the head's input, (B, T, C). documents: see `forward`."""
+        positions = self.positions(tokens, documents)
+        streams = self.embed(tokens, positions)
+        return norm(self.blocks(range(self.config.n_layer), tokens, streams, positions).x)
 
-    def embed(self, tokens: Tensor) -> Streams:
+    def positions(self, tokens: Tensor, documents: Tensor | None) -> Positions:
+        rows, length = tokens.shape
+        cos, sin = rotary_angles(length, self.config.head_dim, self.config.rope_theta, tokens.device)
+        begins = None
+        if documents is None or self.config.document_token < 0:
+            documents = length * torch.arange(rows + 1, device=tokens.device, dtype=torch.int32)
+        else:
+            begins = document_begins(documents, rows, length)
+        return Positions(cos, sin, of_any_number(documents), begins)
+
+    def embed(self, tokens: Tensor, positions: Positions) -> Streams:
         """tokens (B, T) → what the first block reads."""
-        x = self.transformer.wte(tokens)
+        x = self.transformer.wte(tokens, positions.begins)
         return Streams(x, x, x) if self.config.streams > 1 else Streams(x)
 
     def blocks(
@@ -119,21 +133,20 @@ class GPT(nn.Module):
         layers: range,
         tokens: Tensor,
         streams: Streams,
+        positions: Positions,
     ) -> Streams:
         """The streams after the blocks of these layers. tokens: (B, T)."""
-        cos, sin = rotary_angles(tokens.size(1), self.config.head_dim, self.config.rope_theta, tokens.device)
-        begins = None
-        if self.config.document_token >= 0:
-            begins = document_begins(tokens, self.config.document_token)
-        inputs = tokens, Positions(cos, sin, begins)
+        config = self.config
+        if not has_varlen(tokens.device, streams.x.dtype, config.head_dim):
+            positions = positions._replace(documents=None)
         for layer in layers:
             block = self.transformer.h[layer]
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, streams, *inputs, use_reentrant=False)
+                x = checkpoint(block, streams, tokens, positions, use_reentrant=False)
             else:
-                x = block(streams, *inputs)
+                x = block(streams, tokens, positions)
             streams = streams._replace(x=x)
-            if streams.middle is not None and layer == self.config.n_layer // 2:
+            if streams.middle is not None and layer == config.n_layer // 2:
                 streams = streams._replace(middle=x)
         return streams
 
@@ -158,14 +171,24 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         reduction: Reduction = "mean",
         weights: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
         in nats, the mean or sum over the targets, or with "none" of each target (B, T), without gradient.
         weights (B, T), float32: a factor for each target's loss in a sum. A target beyond the
         vocabulary has an infinite loss, so its step is skipped.
+
+        documents (N + 1,), int32: where documents begin in the rows end to end, as each row does, and B · T. A model
+        with `document_token` keeps them apart; None: each row is one.
         """
-        return self.lm_head(self.hidden(tokens), targets, weights, reduction)
+        return self.lm_head(self.hidden(tokens, documents), targets, weights, reduction)
+
+    def documents_in(self, tokens: Tensor) -> Tensor:
+        """Where documents begin in rows (B, T), as `forward` takes it. A GPU is waited for."""
+        begins = tokens == self.config.document_token
+        begins[:, 0] = True
+        return F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).int()
 
     def compile_blocks(self) -> None:
         device = next(self.parameters()).device
@@ -214,7 +237,8 @@ class GPT(nn.Module):
         """
         ids = torch.tensor([tokens], device=self.lm_head.weight.device)
         for _ in range(max_tokens):
-            logits = self(ids[:, -self.config.sequence_len :])[:, -1]  # (1, vocab_size)
+            ids = ids[:, -self.config.sequence_len :]
+            logits = self(ids, documents=self.documents_in(ids))[:, -1]  # (1, vocab_size)
             next_id = logits.argmax(-1, keepdim=True)
             ids = torch.cat((ids, next_id), dim=1)
             # The caller wants the token now, so a sync per token is the point.

@@ -16,8 +16,6 @@ VOCAB_MULTIPLE = 64
 # A model of the one-number family is this wide for each of its layers, as nanochat's.
 LAYER_WIDTH = 64
 HEAD_DIM = 128
-# In rows up to this length no token sees an earlier document; in longer ones that would cost time.
-SHORT_ROW = 512
 ARCHITECTURES = {    # named sets of pieces
     "classic": {},
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, key_offset=True, embedding_std=0.8,
@@ -123,10 +121,10 @@ def config_from_depth(
 ) -> GPTConfig:
     """
     The one-number family: width 64 per layer, rounded up to a multiple of 128; arch: as `architecture` takes it. bos:
-    the token that begins a document. In short rows of modern models documents are apart (docs/ablations.md).
+    the token that begins a document. In modern models documents are apart (docs/ablations.md).
     """
     pieces = architecture(arch, depth)
-    if not arch.startswith("classic") and sequence_len <= SHORT_ROW:
+    if not arch.startswith("classic"):
         pieces.setdefault("document_token", bos)
     width = math.ceil(depth * LAYER_WIDTH / HEAD_DIM) * HEAD_DIM
     head_dim = pieces.pop("head_dim", HEAD_DIM)

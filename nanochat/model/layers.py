@@ -7,9 +7,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.model.attention import attention, offset_keys, window_blocks
+from nanochat.model.attention import attention, offset_keys, token_before
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.runtime.compiling import of_any_length, switch
+from nanochat.runtime.compiling import of_any_length
 
 # float32's machine epsilon, also for bfloat16: its own would change the result.
 NORM_EPS = 1.1920929e-07
@@ -20,7 +20,8 @@ class Positions(NamedTuple):
 
     cos: Tensor  # (T, D/2) float32, as sin: see `rotary_angles`
     sin: Tensor
-    begins: Tensor | None  # (B, T), see `document_begins`; None: a row is one text
+    documents: Tensor | None = None  # offsets, see `GPT.forward`; None where attention does without
+    begins: Tensor | None = None     # (B, T), see `document_begins`; None: a row is one text
 
 
 class Streams(NamedTuple):
@@ -128,7 +129,6 @@ class Embedding(Table):
 
     def __init__(self, config: GPTConfig):
         super().__init__(config.padded_vocab_size, config.n_embd)
-        self.document_token = config.document_token
         self.smear = None
         if config.smear:
             self.smear = Gate(config, 1, inputs=24, limit=1)
@@ -137,22 +137,20 @@ class Embedding(Table):
     def forward(
         self,
         tokens: Tensor,
+        begins: Tensor | None = None,
         previous: Tensor | None = None,
     ) -> Tensor:
         """
-        tokens (…, T) → (…, T, C). previous (…, T): the token before each, −1 where there is none; None: the tokens are
-        rows of text.
+        tokens (B, T) → (B, T, C), rows of documents with these `begins`. Or tokens (N,) and previous (N,): the token
+        before each in its document, −1 where there is none.
         """
         x = norm(super().forward(tokens))
         if self.smear is None:
             return x
         if previous is None:
-            # The rows moved by one position.
-            x_previous = F.pad(x[..., :-1, :], (0, 0, 1, 0))
+            x_previous = token_before(x, begins)
         else:
             x_previous = norm(super().forward(previous.clamp(min=0))) * (previous >= 0)[..., None]
-        if self.document_token >= 0:
-            x_previous = x_previous * (tokens != self.document_token)[..., None]
         return x + self.smear_scale * self.smear(x) * x_previous
 
 
@@ -181,19 +179,16 @@ class CausalSelfAttention(nn.Module):
         x: Tensor,
         positions: Positions,
         values: Tensor | None,
-        blocks,
     ) -> Tensor:
         """
         The residual stream (B, T, C) → what its heads return, (B, T, C), to be projected by `output`. values: the value
-        embeddings of the tokens, (B, T, H_kv · D). blocks: see `attention`.
+        embeddings of the tokens, (B, T, H_kv · D).
         """
         normed, q, k, v = self.before_attention(x, positions.cos, positions.sin)
         v = self.add_value_embedding(normed, v, values)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
         if self.key_offset:
             k = offset_keys(k, positions.begins)
-        y = attention(q, k, v, self.window, blocks, positions.begins)
-        return y.transpose(1, 2).flatten(2)
+        return attention(q, k, v, self.window, positions.documents, positions.begins).flatten(2)
 
     def before_attention(
         self,
@@ -281,19 +276,16 @@ class Block(nn.Module):
         """The residual stream (B, T, C) after the block. tokens: (B, T)."""
         x, first, _ = streams
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
-        # Eager attention has no use for a list of blocks.
-        blocks = window_blocks(x.size(1), self.attn.window, x.device) if switch.on else None
         # In block 0. Compiled code would take one tensor given twice for another kind of block.
         if first is x:
             streams = streams._replace(first=x.view_as(x))
-        return self.body(streams, positions, values, blocks)
+        return self.body(streams, positions, values)
 
     def body(
         self,
         streams: Streams,
         positions: Positions,
         values: Tensor | None,
-        blocks,
     ) -> Tensor:
         """
         Compiled on a GPU. Lookups stay outside: their gradients are summed in any order. `CachedModel.hidden` in
@@ -301,7 +293,7 @@ class Block(nn.Module):
         (test_greedy_is_the_uncached_model_token_for_token).
         """
         x = self.start(streams.x, streams.first)
-        y = self.attn(x, positions, values, blocks)
+        y = self.attn(x, positions, values)
         x = self.after_attention(x, y)
         return self.end(x, streams.middle)
 

@@ -137,6 +137,7 @@ class Pipeline:
 
         # Examples, without memory, of the tensors that the stage receives and sends: tokens, streams.
         shape = (rows, self.config.sequence_len)
+        self.micro_batches = micro_batches
         streams = torch.empty(self.config.streams, *shape, self.config.n_embd, dtype=sharding.dtype, device="meta")
         streams.requires_grad_()
 
@@ -178,15 +179,20 @@ class Pipeline:
             unit.register_forward_hook(lambda *_, names=names: fill(names, nothing))
         return whole
 
-    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
         """
         Forward and backward passes of this rank's stage for all micro-batches. inputs, targets: (micro_batches · rows,
-        T). Returns the mean loss over them on the last stage, zero on the others.
+        T); documents: their offsets. Returns the mean loss over them on the last stage, zero on the others.
         """
+        # Each micro-batch's own, (micro_batches, N + 1): documents of the others are empty.
+        size = inputs.numel() // self.micro_batches
+        first = size * torch.arange(self.micro_batches, device=inputs.device, dtype=torch.int32)[:, None]
+        documents = (documents - first).clamp(0, size)
         losses: list[Tensor] = []
         # The other stages receive theirs.
         first_input = (inputs,) if self.pipeline_stage == 0 else ()
-        self.schedule.step(*first_input, tokens=inputs, target=targets, losses=losses, return_outputs=False)
+        self.schedule.step(*first_input, tokens=inputs, documents=documents, target=targets, losses=losses,
+                           return_outputs=False)
         # In the order in which one rank without a pipeline adds them.
         return sum(losses, torch.zeros((), device=inputs.device))
 
@@ -194,7 +200,7 @@ class Pipeline:
 class StageLayers(nn.Module):
     """
     The layers of a stage: takes and returns streams (config.streams, B, T, C); the last stage returns the head's input.
-    All stages get the tokens, since some layers look up vectors of their own; the first stage begins with them.
+    All stages get the tokens, since some layers look up vectors of their own, and the documents, (1, N + 1).
     """
 
     def __init__(self, model: GPT, layers: range):
@@ -202,12 +208,13 @@ class StageLayers(nn.Module):
         self.model = model
         self.layers = layers
 
-    def forward(self, received: Tensor, tokens: Tensor) -> Tensor:
+    def forward(self, received: Tensor, tokens: Tensor, documents: Tensor) -> Tensor:
+        positions = self.model.positions(tokens, documents[0])
         if self.layers.start == 0:
-            streams = self.model.embed(tokens)
+            streams = self.model.embed(tokens, positions)
         else:
             streams = Streams(*received.unbind())
-        streams = self.model.blocks(self.layers, tokens, streams)
+        streams = self.model.blocks(self.layers, tokens, streams, positions)
         if self.layers.stop == self.model.config.n_layer:
             return norm(streams.x)
         return torch.stack(streams[: self.model.config.streams])

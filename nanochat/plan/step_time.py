@@ -16,7 +16,8 @@ PRODUCTS = 0.63
 MEMORY = 0.85
 # Attention: part of the peak for the scores that it computes, forward and backward, by cuDNN or FlashAttention 4.
 FORWARD, BACKWARD = 0.45, 0.37
-# The rate of windows beside that: FlexAttention's, and FlashAttention 2's on an H100 (arXiv:2407.08608, figure 5).
+# The rate of windows beside that: FlashAttention 2's on an H100 (arXiv:2407.08608, figure 5). That whole layers have
+# it, too, without FlashAttention 4, is as much as documents apart save (docs/gpus.md).
 WINDOWS = 0.7
 TILE = 128  # queries and keys of the blocks of scores that are computed
 # The time of a step in bfloat16 over that of one with products in 8 bits: 1.17 at depth 26, 1.22 at 24 (nanochat).

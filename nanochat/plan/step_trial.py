@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanochat.data.batch_shape import document_offsets
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import LARGE_DEPTH, GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
@@ -59,9 +60,12 @@ def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Ten
     """One optimizer step. tokens: (rows, T + 1), the same in every micro-step."""
     inputs = tokens[:, :-1].contiguous()
     targets = tokens[:, 1:].contiguous()
+    # Each row is one document: masks take the time that they take in training.
+    rows, length = inputs.shape
+    documents = document_offsets([], rows, length).to(inputs.device)
     for micro_step in range(micro_steps):
         with sharding.accumulate(last=micro_step == micro_steps - 1):
-            loss = model(inputs, targets)
+            loss = model(inputs, targets, documents=documents)
             (loss / micro_steps).backward()
     stats = sharding.reduce_and_clip(loss)
     for optimizer in optimizers:

@@ -43,6 +43,13 @@ def of_any_length(function: Callable) -> Callable:
     return call
 
 
+def of_any_number(items: torch.Tensor) -> torch.Tensor:
+    """The same tensor, for whose length (≥ 2) code is not compiled anew."""
+    if switch.on:
+        torch._dynamo.maybe_mark_dynamic(items, 0)
+    return items
+
+
 def in_one_pass(function: Callable, flat: torch.Tensor, *others: torch.Tensor | float):
     """
     function(flat, *others), elementwise over long flat tensors: compiled, it reads and writes memory once instead of
