@@ -33,7 +33,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from torch.profiler import profile
 
 from bench.harness import DOCS
@@ -41,6 +40,7 @@ from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.data.shard_reader import iter_texts
 from nanochat.data.tokenizer import tokenizer_dir
+from nanochat.model.attention import varlen_attention
 from nanochat.model.fp8 import product, scaled, use_fp8
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB, RankMemory
@@ -130,8 +130,8 @@ def attention() -> None:
     """Each kernel forward and backward, whole and in windows; rows as one text, then cut into documents of the data."""
     ensure_dataset(data)
     tokenizer, tokens = ensure_tokenizer(data), rows * max_seq_len
-    q, k, v = (torch.randn(tokens, config.n_head, config.head_dim, device=device, dtype=dtype, requires_grad=True)
-               for _ in range(3))
+    shape = rows, max_seq_len, config.n_head, config.head_dim
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     starts, place = set(range(0, tokens + 1, max_seq_len)), 0
     one = torch.tensor(sorted(starts), device=device, dtype=torch.int32)
     for text in iter_texts(data, "train"):
@@ -143,9 +143,9 @@ def attention() -> None:
 
     def forward() -> torch.Tensor:
         if kernel != "cuDNN":
-            return varlen_attn(q, k, v, begins, begins, max_seq_len, max_seq_len, window_size=(window - 1, 0))
+            return varlen_attention(q, k, v, window, begins)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            a, b, c = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
+            a, b, c = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(a, b, c, is_causal=True)
 
     def both() -> None:

@@ -212,35 +212,48 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, 
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("installed, wrong, chosen", [
-    ("FA4", [], "FlashAttention 4"), ("FA4", ["FA4"], "FlashAttention 2"), ("", [], "FlashAttention 2"),
-    ("", ["FA2"], None)])
-def test_a_gpu_kernel_is_used_only_after_it_gave_the_right_numbers(installed, wrong, chosen, monkeypatch, capsys):
-    """A kernel whose window is one key too wide is found out. Neither is asked on a CPU or for float32."""
-    used = []
+@pytest.mark.parametrize("installed, faults, chosen", [
+    (True, {}, 4), (True, {4: "wide"}, 2), (True, {4: "nan"}, 2), (True, {4: "refuses"}, 2), (False, {}, 2),
+    (False, {2: "wide"}, None), (True, {4: "refuses", 2: "refuses"}, None)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_gpu_kernel_is_used_only_after_it_gave_the_right_numbers(installed, faults, chosen, group, monkeypatch, capsys):
+    """A window that is one key too wide, NaN in one gradient. None is tried on a CPU or for float32."""
+    active = [2]
 
     def activate(name: str) -> None:
-        used.append(name)
         if not installed:
             raise ModuleNotFoundError("flash_attn")
+        active.append(int(name[-1]))
 
     def trial(device, *kind):
         assert device.type == "cuda"
         return varlen_error(torch.device("cpu"), *kind)
 
-    def one_key_more(q, k, v, window, documents):
-        return varlen_attention(q, k, v, window + 1 if used[-1] in wrong else window, documents)
+    def kernel(q, k, v, window, documents):
+        match faults.get(active[-1]):
+            case "refuses":
+                raise RuntimeError("no kernel for this GPU\nTrace")
+            case "nan" if window > 80:
+                k = k + 0 * (0 * k).sqrt()
+            case "wide":
+                window += 1
+        return varlen_attention(q, k, v, window, documents)
 
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
-    monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: used.append("FA2"))
+    monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: "FA4" if active[1:] else None)
+    monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: active.remove(4))
     monkeypatch.setattr("nanochat.model.attention.varlen_error", trial)
-    monkeypatch.setattr("nanochat.model.attention.varlen_attention", one_key_more)
-    kind = torch.bfloat16, 16
+    monkeypatch.setattr("nanochat.model.attention.varlen_attention", kernel)
+    kind = torch.bfloat16, 16, group
     with torch.inference_mode():  # the first pass may be a sample
         assert has_varlen.__wrapped__(torch.device("cuda", 0), *kind) == (chosen is not None)
-    said = capsys.readouterr().out
-    assert (f"attention: {chosen}" in said) == (chosen is not None) and said.count("its error is") == len(wrong)
-    assert not has_varlen(torch.device("cuda", 0), torch.float32, 16) and not has_varlen(META, *kind)
+    why = {"wide": "its error is ", "nan": "its error is nan%", "refuses": "no kernel for this GPU"}
+    expected = [f"not using FlashAttention {version}: {why[fault]}" for version, fault in faults.items()]
+    expected += [f"attention: FlashAttention {chosen}"] * (chosen is not None)
+    for line, beginning in zip(capsys.readouterr().out.splitlines(), expected, strict=True):
+        assert line.startswith(beginning)
+    assert active[-1] == (chosen or 2)
+    assert not has_varlen(torch.device("cuda", 0), torch.float32, 16, 1) and not has_varlen(META, *kind)
 
 
 def drawn(x_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -62,23 +62,29 @@ def varlen_attention(
 
 
 @functools.cache
-def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> bool:
     """
     Whether `varlen_attention` computes here what `masked_attention` does, tried once: with FlashAttention 4 where it is
-    installed (the extra `gpu`), else with the FlashAttention 2 in torch. Older GPUs and float32 have neither.
+    installed (the extra `gpu`), else with the FlashAttention 2 in torch. Older GPUs and float32 have neither. group:
+    query heads of each key head; kernels differ by it.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
-    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+    from torch.nn.attention import (
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
 
-    kernels = {"FlashAttention 4": lambda: activate_flash_attention_impl("FA4"),
-               "FlashAttention 2": restore_flash_attention_impl}
-    for name, activate in kernels.items():
+    for version in (4, 2):
         try:
-            activate()
-            error = varlen_error(device, dtype, head_dim)
+            if version == 4:
+                activate_flash_attention_impl("FA4")
+            elif current_flash_attention_impl() is not None:
+                restore_flash_attention_impl()
+            error = varlen_error(device, dtype, head_dim, group)
             if error < 0.02:
-                print0(f"attention: {name}")
+                print0(f"attention: FlashAttention {version}")
                 return True
             why = f"its error is {error:.1%}"
         except ModuleNotFoundError:
@@ -86,28 +92,31 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         # Any kind of error counts: there is another kernel.
         except Exception as error:
             why = first_line(error)
-        print0(f"not using {name}: {why}")
+        print0(f"not using FlashAttention {version}: {why}")
     return False
 
 
-def varlen_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
-    """How far results and gradients of `varlen_attention` are from those of `masked_attention`, as a part of these."""
+def varlen_error(device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> float:
+    """
+    How far `varlen_attention` is from `masked_attention`, as a part of it: the largest of the results and of the
+    gradients of queries, keys and values, with and without a window.
+    """
     rows, length = 2, 320
-    worst = []
+    errors = []
     # The first pass may be an evaluation.
     with torch.inference_mode(False), torch.enable_grad():
         documents = torch.tensor([0, 1, 200, length, 2 * length, 2 * length], dtype=torch.int32, device=device)
         begins = document_begins(documents, rows, length)
-        drawn = torch.randn(10, rows, length, head_dim, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-        heads = drawn.movedim(0, 2).requires_grad_()
-        q, k, v, upstream = heads.split((4, 1, 1, 4), dim=2)
+        shape = rows, length, 4 * group + 4, head_dim
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype).requires_grad_()
+        q, k, v, upstream = drawn.split((2 * group, 2, 2, 2 * group), dim=2)
         for window in (80, length):
             ours, exact = (
-                torch.cat((y, *torch.autograd.grad(y, (q, k, v), upstream, retain_graph=True)), dim=2)
+                (y, *torch.autograd.grad(y, (q, k, v), upstream, retain_graph=True))
                 for y in (varlen_attention(q, k, v, window, documents), masked_attention(q, k, v, window, begins))
             )
-            worst.append(((ours - exact).norm() / exact.norm()).item())
-    return max(worst)
+            errors += [(a - b).norm() / b.norm() for a, b in zip(ours, exact)]
+    return torch.stack(errors).max().item()
 
 
 def masked_attention(

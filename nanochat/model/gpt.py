@@ -137,7 +137,7 @@ class GPT(nn.Module):
     ) -> Streams:
         """The streams after the blocks of these layers. tokens: (B, T)."""
         config = self.config
-        if not has_varlen(tokens.device, streams.x.dtype, config.head_dim):
+        if not has_varlen(tokens.device, streams.x.dtype, config.head_dim, config.n_head // config.n_kv_head):
             positions = positions._replace(documents=None)
         for layer in layers:
             block = self.transformer.h[layer]
