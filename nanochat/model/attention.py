@@ -2,6 +2,7 @@
 import functools
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -70,18 +71,13 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, group: i
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
-    from torch.nn.attention import (
-        activate_flash_attention_impl,
-        current_flash_attention_impl,
-        restore_flash_attention_impl,
-    )
-
+    kernels = torch.nn.attention
     for version in (4, 2):
         try:
             if version == 4:
-                activate_flash_attention_impl("FA4")
-            elif current_flash_attention_impl() is not None:
-                restore_flash_attention_impl()
+                kernels.activate_flash_attention_impl("FA4")
+            elif kernels.current_flash_attention_impl() is not None:
+                kernels.restore_flash_attention_impl()
             error = varlen_error(device, dtype, head_dim, group)
             if error < 0.02:
                 print0(f"attention: FlashAttention {version}")
@@ -89,7 +85,7 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, group: i
             why = f"its error is {error:.1%}"
         except ModuleNotFoundError:
             continue
-        # Any kind of error counts: there is another kernel.
+        # Any kind of error counts, torch 2.11's fewer arguments too: there is another kernel.
         except Exception as error:
             why = first_line(error)
         print0(f"not using FlashAttention {version}: {why}")
