@@ -216,7 +216,7 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, 
     (True, {}, 4), (True, {4: "wide"}, 2), (True, {4: "nan"}, 2), (True, {4: "refuses"}, 2), (False, {}, 2),
     (False, {2: "wide"}, None), (True, {4: "refuses", 2: "refuses"}, None)])
 @pytest.mark.parametrize("group", [1, 3])
-def test_a_gpu_kernel_is_used_only_after_it_gave_the_right_numbers(installed, faults, chosen, group, monkeypatch, capsys):
+def test_a_gpu_kernel_is_used_only_after_right_numbers(installed, faults, chosen, group, monkeypatch, capsys):
     """A window that is one key too wide, NaN in one gradient. None is tried on a CPU or for float32."""
     active = [2]
 
