@@ -126,7 +126,7 @@ while True:
         with session.evaluation():
             whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
             right = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
-                                  eval_samples)
+                                  eval_samples).correct
             samples = sample_answers(held_out, whole_model, tokenizer)
             del whole_model
             if step == 0:

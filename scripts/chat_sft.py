@@ -162,8 +162,8 @@ while True:
                 whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
                 scores = {}
                 for task in measured_tasks:
-                    right = evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
-                    scores[task.name] = accuracy(right)
+                    judged = evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
+                    scores[task.name] = accuracy(judged.correct)
                 del whole_model
                 metrics.log(step, {f"tasks/{name}": score for name, score in scores.items()})
                 print0(f"step {step:05d}/{num_iterations:05d} | "

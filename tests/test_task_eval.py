@@ -10,7 +10,8 @@ from ranks import run_on_ranks
 from nanochat.data.conversation import render_prompt
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.task_eval import evaluate_task, likeliest_letters, pass_at
+from nanochat.eval import task_eval
+from nanochat.eval.task_eval import evaluate_task, likeliest_letters, misquotes, pass_at
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
@@ -67,22 +68,46 @@ def test_the_letter_is_the_likeliest_first_token_of_the_answer():
     for batch_size in (1, 4, 13):
         assert likeliest_letters(model, TOKENIZER, conversations, batch_size) == expected
     right = [[letter == reference(one)] for letter, one in zip(expected, conversations)]
-    assert evaluate_task(Choices(), model, TOKENIZER, 4) == right
-    assert evaluate_task(Choices(), model, TOKENIZER, 4, max_problems=3) == right[:3]
+    assert evaluate_task(Choices(), model, TOKENIZER, 4) == (right, 0, 0)
+    assert evaluate_task(Choices(), model, TOKENIZER, 4, max_problems=3).correct == right[:3]
 
 
 def evaluate_both(rank: int, world_size: int) -> list:
     model = random_model()
-    return [evaluate_task(Choices(), model, TOKENIZER, 4),
-            evaluate_task(Writing(), model, TOKENIZER, 4, -1, SamplingParams(8, 1.0, seed=5), 3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task_eval, "misquotes", lambda parts, refusals: [True, False])
+        return [evaluate_task(Choices(), model, TOKENIZER, 4),
+                evaluate_task(Writing(), model, TOKENIZER, 4, -1, SamplingParams(8, 1.0, seed=5), 3)]
 
 
 def test_ranks_share_the_problems_and_agree():
     """13 and 7 problems on 1, 2 and 3 ranks: the same answers in the same order on all ranks, sampled ones too."""
     expected = evaluate_both(0, 1)
-    assert any(map(any, expected[1])) and not all(map(all, expected[1]))
+    correct, *counts = expected[1]
+    assert any(map(any, correct)) and not all(map(all, correct)) and counts == [42, 21]
     for world_size in (2, 3):
         assert run_on_ranks(world_size, evaluate_both) == [expected] * world_size
+
+
+FOUND, REFUSED = "It rains. Then sun.", "I do not know. I found nothing about {}."
+
+
+@pytest.mark.parametrize("said, wrong", [
+    (["search(' rain')", FOUND, "It rains."], [False]),
+    (["search(' rain')", FOUND, FOUND], [False]),
+    (["search(' rain')", FOUND, "It rains. Then snow."], [True]),
+    (["search(' rain')", FOUND, "Then sun."], [True]),
+    (["lookup(' rain')", "nothing", REFUSED.format("rain")], [False]),
+    (["lookup('rain')", "nothing", REFUSED.format('"rain"')], [False]),
+    (["lookup(' rain')", "nothing", REFUSED.format("rains")], [True]),
+    (["lookup(' rain')", "nothing", "Nichts."], [False]),
+    (["lookup(' rain')", "nothing", "It rains."], [True]),
+    (["lookup(' rain')", "nothing", "", "search(' sun')", FOUND, "It rain."], [False, True]),
+    (["12 * 3", "36", "37"], []), (["spell('a')", "a", "b"], []), (["search(' rain')"], []), ([], []),
+])
+def test_what_is_a_misquote(said, wrong):
+    parts = [{"type": type, "text": text} for type, text in zip(["python", "python_output", "text"] * 2, said) if text]
+    assert misquotes(parts, ["Nichts."]) == wrong
 
 
 def test_advantages_are_within_a_problem_and_only_sampled_tokens_count():

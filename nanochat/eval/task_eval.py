@@ -1,20 +1,21 @@
 """Evaluates a model on tasks: the likeliest letter of a multiple choice, or a written answer. All ranks take part."""
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 
-from nanochat.data.conversation import render_prompt
+from nanochat.data.conversation import render_prompt, text_of
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import collate, group_by_length, target_row
-from nanochat.inference.detokenizer import answer_text, to_parts
+from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import Tools, open_tools
+from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, TOOL_CALL, Tools, open_tools
 from nanochat.model.gpt import GPT
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.compiling import eagerly
@@ -22,6 +23,13 @@ from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+class Evaluation(NamedTuple):
+    """What a model did on a task. The two numbers are of answers that looked something up in a library."""
+    correct: list[list[bool]]   # each sample of each problem
+    quotations: int
+    misquotes: int              # said something else than what was found (`misquotes`)
 
 
 def evaluate_task(
@@ -33,9 +41,9 @@ def evaluate_task(
     sampling: SamplingParams = GREEDY,
     num_samples: int = 1,
     copying: bool = True,
-) -> list[list[bool]]:
+) -> Evaluation:
     """
-    Whether each sample of each of the first max_problems problems (-1: all) is correct, on every rank the same list.
+    num_samples answers to each of the first max_problems problems (-1: all), judged; the same on every rank.
     model: whole on this rank. batch_size: problems, or sequences, at a time. copying: as `Tools`
     has it. COLLECTIVE.
     """
@@ -43,19 +51,45 @@ def evaluate_task(
     count = len(task) if max_problems < 0 else min(max_problems, len(task))
     indices = range(rank, count, world_size)
     conversations = [task[index] for index in indices]
+    misquoted: list[bool] = []
     if task.eval_type == "categorical":
         answers = [[letter] for letter in likeliest_letters(model, tokenizer, conversations, batch_size)]
     else:
         answers = []
         for written in generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying):
-            answers.append([answer_text(tokenizer, answer.tokens) for answer in written])
+            parts = [to_parts(tokenizer, answer.tokens) for answer in written]
+            answers.append([text_of(some) for some in parts])
+            for some in parts:
+                misquoted += misquotes(some, task.refusals)
     correct = []
     # A vote waits for the slowest rank, and a program of HumanEval may take seconds: several problems between votes.
     for conversation, samples in until_stopped(zip(conversations, answers), every=8):
         correct.append([task.evaluate(conversation, answer) for answer in samples])
-    by_rank = gather_objects(correct)
+    by_rank, misquoted_by_rank = zip(*gather_objects((correct, misquoted)))
+    misquoted = [*itertools.chain.from_iterable(misquoted_by_rank)]
     # Problem i was rank i % world_size's: back into the order of the task.
-    return [by_rank[index % world_size][index // world_size] for index in range(count)]
+    in_order = [by_rank[index % world_size][index // world_size] for index in range(count)]
+    return Evaluation(in_order, len(misquoted), sum(misquoted))
+
+
+def misquotes(parts: Sequence[dict[str, str]], refusals: Collection[str] = ()) -> list[bool]:
+    """
+    Of each text that an answer looked up: whether the answer then says something else than the beginning of what was
+    found; where nothing was, something else than a refusal that names what was looked up, or one of `refusals`.
+    """
+    wrong = []
+    call = None
+    for part, after in zip(parts, [*parts[1:], None]):
+        if part["type"] == "python":
+            call = TOOL_CALL.fullmatch(part["text"])
+        elif part["type"] == "python_output" and call and call[1] in QUERIES:
+            said = after["text"].strip() if after and after["type"] == "text" else ""
+            if part["text"] == NOTHING:
+                names = (call[3], f" {call[3]}", f' "{call[3]}"')
+                wrong.append(said not in ("", *refusals, *map(REFUSAL.format, names)))
+            else:
+                wrong.append(not part["text"].startswith(said))
+    return wrong
 
 
 def generate_answers(

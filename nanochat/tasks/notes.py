@@ -45,6 +45,7 @@ class Notes(Task):
         self.kind = argument.split(":")[-1]
         if self.kind not in KINDS:
             self.kind = ""
+        self.refusals = [texts_of(language)["unknown"] for language in LANGUAGES]
         # A library has one note for the same words, in whatever language they are asked about.
         self.tested = None
         if split == "test" and not self.kind:
