@@ -9,7 +9,7 @@ from nanochat.inference.detokenizer import Delta, to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.retrieval import Passage
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import MOST_CALLS, RESULT_TOKENS, Tools, shortened
+from nanochat.inference.tools import MOST_CALLS, RESULT_SHARE, Tools, shortened
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.serve.openai_requests import ChatRequest
@@ -51,23 +51,25 @@ class Shelf:
     ("1 / 0", None),
 ])
 def test_what_comes_back(expression, result):
-    assert Tools(Shelf()).result(expression, TOKENIZER, calls=0) == result
+    assert Tools(Shelf()).result(expression, TOKENIZER, calls=0, context=300) == result
 
 
 def test_without_a_library_nothing_is_found():
-    assert Tools().result("lookup('str.partition')", TOKENIZER, calls=0) == "nothing"
+    assert Tools().result("lookup('str.partition')", TOKENIZER, calls=0, context=300) == "nothing"
 
 
 def test_a_result_is_cut_at_a_sentence():
     sentence = "Of twenty bytes."
     long = " ".join([sentence] * 30)
-    short = shortened(long, TOKENIZER)
+    short = shortened(long, TOKENIZER, 64)
     assert long.startswith(short) and short.endswith("bytes.")
     size = len(TOKENIZER.encode(short))
-    assert size <= RESULT_TOKENS < size + len(TOKENIZER.encode(" " + sentence))
-    assert shortened("line\n  breaks\tand blanks", TOKENIZER) == "line breaks and blanks"
-    one = shortened("桂花" * 500, TOKENIZER)  # no sentence ends, and a token may be a part of a character
+    assert size <= 64 < size + len(TOKENIZER.encode(" " + sentence))
+    assert shortened("line\n  breaks\tand blanks", TOKENIZER, 64) == "line breaks and blanks"
+    one = shortened("桂花" * 500, TOKENIZER, 64)  # no sentence ends, and a token may be a part of a character
     assert one and ("桂花" * 500).startswith(one)
+    found = Tools(Shelf()).result("lookup('str.partition')", TOKENIZER, 0, context=30 * RESULT_SHARE)
+    assert PARTITION.startswith(found) and 0 < len(TOKENIZER.encode(found)) <= 30
 
 
 def engine_that_writes(script: list[int]) -> Engine:

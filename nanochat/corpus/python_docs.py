@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 
+from nanochat.data.sentences import sentence_ends
+
 MODULES = """builtins abc argparse array base64 bisect calendar codecs collections colorsys configparser contextlib
 copy csv dataclasses datetime decimal difflib enum fnmatch fractions functools gc getpass glob gzip hashlib heapq html
 inspect io ipaddress itertools json keyword locale logging math mimetypes operator os os.path pathlib pickle platform
@@ -67,8 +69,7 @@ def first_paragraph(doc: str) -> str:
 def first_sentence(doc: str) -> str | None:
     """The first sentence after a signature; None where there is none that is short and made of words."""
     paragraph = first_paragraph(doc)
-    sentence = re.match(r".+?[.!](?= |$)|.+", paragraph)
-    text = sentence[0].rstrip(".:!") if sentence else ""
+    text = paragraph[: sentence_ends(paragraph)[0]].rstrip(".:!")
     if len(text) > LONGEST or len(re.findall(r"[A-Za-z]{2,}", text)) < 3:
         return None
     if not text[0].isalpha() or "->" in text:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.retrieval import CJK
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, TOOL_CALL
@@ -29,14 +30,6 @@ MOST_TAIL = 4           # bytes of a stretch in a token that also closes the cal
 MOST_QUESTION = 500     # bytes of the beginning, and as many of the end, of what the user wrote
 # What has been written of a call: its quotation mark and what comes after it.
 CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(QUERIES)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
-# A period behind a short number, a letter or an abbreviation ("14. März", "z. B.", "Dr. Who") may not end a sentence.
-# Where it does, the quotation only becomes longer.
-SENTENCE_END = re.compile(r"""
-    (?<!(?<![\d:.,-])\d) (?<!(?<![\d:.,-])\d\d)         # one or two digits
-    (?<!\b[^\W\d]) (?<!\b(?:Dr|Mr|Ms|St|Nr|No|ca|vs)) (?<!\b(?:Mrs|bzw|etc|usw|Tel))
-    [.] ["”’“»')\]]* (?=\s)
-    | [!?؟।] ["”’“»')\]]* (?=\s) | [。！？]["”’」』）]* | $
-""", re.VERBOSE)
 REFUSAL_HEAD = REFUSAL.partition("{}")[0].encode()
 UNSPACED = re.compile(rf"[{CJK}\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\uf900-\ufaff]")
 
@@ -181,7 +174,7 @@ class Copying:
             self.awaits_result = False
             self.is_nothing = written == NOTHING
             if not self.is_nothing:
-                ends = [len(written[: match.end()].encode()) for match in SENTENCE_END.finditer(written)]
+                ends = [len(written[:end].encode()) for end in sentence_ends(written)]
                 self.copy = Copy(written.encode(), [0], ends, self.stop)
 
     def _copy_of_question(self) -> Copy | None:

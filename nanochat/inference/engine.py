@@ -373,7 +373,7 @@ class Engine:
             answer.expression = []
         elif token == self.python_end and answer.expression is not None:
             expression = self.tokenizer.decode(answer.expression)
-            result = self.tools.result(expression, self.tokenizer, answer.calls)
+            result = self.tools.result(expression, self.tokenizer, answer.calls, self.context)
             answer.calls += is_call(expression)
             if result is not None:
                 answer.output.extend([self.output_start, *self.tokenizer.encode(result), self.output_end])

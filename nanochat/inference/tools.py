@@ -7,11 +7,12 @@ The assistant's tools: what may stand between <|python_start|> and <|python_end|
     search('split three parts')     the best passage about these words
 
 Where nothing is found, "nothing" comes back, so that the model can say so. A passage is data: special tokens in it are
-encoded as text, and at most RESULT_TOKENS of it are read, whole sentences if possible.
+encoded as text. It is cut, at a sentence's end if possible, only where it would fill the context.
 """
 import re
 from pathlib import Path
 
+from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.inference.retrieval import Library, Passage, library_path
@@ -21,12 +22,11 @@ NOTHING = "nothing"
 REFUSAL = "I do not know. I found nothing about{}."
 # Calls in one answer: a model that repeats itself would never end.
 MOST_CALLS = 3
-# A model with a context of 256 has to keep room for the question and the answer.
-RESULT_TOKENS = 64
+# The part of the context that a result may take: the question comes before it, and the answer quotes it.
+RESULT_SHARE = 3
 # Methods of a library that a model can call.
 QUERIES = ("lookup", "search")
 TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
-SENTENCE_END = re.compile(r"(?<=[.!?]) |(?<=[。！？])")
 
 
 class Tools:
@@ -46,10 +46,10 @@ class Tools:
             return None
         return getattr(self.library, call[1])(call[3].strip())
 
-    def result(self, expression: str, tokenizer: Tokenizer, calls: int) -> str | None:
+    def result(self, expression: str, tokenizer: Tokenizer, calls: int, context: int) -> str | None:
         """
         What comes back; None for a text that is neither a call nor arithmetic: then the model goes on.
-        calls: calls that this answer has made before; arithmetic does not count.
+        calls: calls that this answer has made before; arithmetic does not count. context: of the model, in tokens.
         """
         call = TOOL_CALL.fullmatch(expression)
         if call is None:
@@ -57,9 +57,9 @@ class Tools:
         if calls >= MOST_CALLS:
             return NOTHING
         if call[1] == "spell":
-            return shortened("-".join(call[3].strip()), tokenizer)
+            return shortened("-".join(call[3].strip()), tokenizer, context // RESULT_SHARE)
         passage = self.find(expression)
-        return shortened(passage.text, tokenizer) if passage else NOTHING
+        return shortened(passage.text, tokenizer, context // RESULT_SHARE) if passage else NOTHING
 
 
 def open_tools(library: str | None, copying: bool = True) -> Tools:
@@ -76,11 +76,10 @@ def is_call(expression: str) -> bool:
     return TOOL_CALL.fullmatch(expression) is not None
 
 
-def shortened(text: str, tokenizer: Tokenizer) -> str:
-    """As many sentences of a text as fit into RESULT_TOKENS; if the first does not fit, its beginning."""
+def shortened(text: str, tokenizer: Tokenizer, size: int) -> str:
+    """As many sentences of a text as have up to `size` tokens; if the first has more, its beginning."""
     text = " ".join(text.split())
-    ends = [match.start() for match in SENTENCE_END.finditer(text)]
-    for end in [len(text), *reversed(ends)]:
-        if len(tokenizer.encode(text[:end])) <= RESULT_TOKENS:
+    for end in reversed(sentence_ends(text)):
+        if len(tokenizer.encode(text[:end])) <= size:
             return text[:end]
-    return tokenizer.decode(tokenizer.encode(text)[:RESULT_TOKENS]).rstrip("\ufffd")
+    return tokenizer.decode(tokenizer.encode(text)[:size]).rstrip("\ufffd")

@@ -17,7 +17,6 @@ that only copying helps. A call's text begins with a blank where the question ha
 
 Held-out objects are those of the task pydoc. Made-up names are divided like them, ways to ask by their own text.
 """
-import itertools
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -25,6 +24,7 @@ from functools import cache
 from nanochat.corpus.python_docs import MODULES, documentation, first_paragraph
 from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
+from nanochat.data.sentences import sentence_ends
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import get_tokenizer
@@ -36,9 +36,7 @@ from nanochat.tasks.spellingbee import words
 from nanochat.tasks.world_questions import GREETINGS
 
 SIZES = {"train": 30_000, "test": 200}  # conversations, where their number does not follow from the passages
-LONGEST_PASSAGE = 200                   # characters: the tools cut a longer one, and then the judge has no answer
-# A sentence does not end with "i.e.".
-SENTENCE = re.compile(r".+?(?:(?<!\.\w)[.!?](?=\s|$)|。)|.+")
+LONGEST_PASSAGE = 300                   # characters, of a library's passage
 TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
 # lookup.toml says what each of these texts is for.
@@ -160,7 +158,7 @@ def draw_turn(
     # A blank before the name belongs to its first token; without one, a refusal quotes the name.
     blank = " " if question[:start].endswith(" ") else ""
     answer = found
-    right = list(itertools.accumulate(SENTENCE.findall(found)))
+    right = [found[:end] for end in sentence_ends(found)]
     if found == NOTHING:
         answer = REFUSAL.format(f" {asked}" if blank else f' "{asked}"')
         right = [answer]
@@ -304,8 +302,8 @@ def objects(split: str) -> list[tuple[str, str]]:
     """
     found = []
     for name, first in documented(split).items():
-        text = first + first_paragraph(documentation()[name])[len(first):] + " "
-        found.append((name, re.match(".*[.!?](?= )", text[:LONGEST_PASSAGE])[0]))
+        text = first + first_paragraph(documentation()[name])[len(first):]
+        found.append((name, text[: max(end for end in sentence_ends(text) if end <= LONGEST_PASSAGE)]))
     return found
 
 
@@ -316,7 +314,7 @@ def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
     found = []
     for index in shuffled(len(rows), f"{tool}:passages"):
         title, text, _ = rows[index]
-        if len(text) > LONGEST_PASSAGE or split_of(text) != split:
+        if split_of(text) != split:
             continue
         # The tool finds the first passage of a title, so only that one can be looked up.
         if library.lookup(title) == rows[index] if tool == "lookup" else what_is_asked(text)[1]:
@@ -324,6 +322,6 @@ def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
         if len(found) == SIZES[split]:
             break
     if not found:
-        raise UserError(f"task {tool}:{path} has nothing to {split} on: of its {len(rows):,} passages none of up to "
-                        f"{LONGEST_PASSAGE} characters in that split can be asked about")
+        raise UserError(f"task {tool}:{path} has nothing to {split} on: of its {len(rows):,} passages none in that "
+                        f"split can be asked about")
     return found

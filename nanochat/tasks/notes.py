@@ -14,17 +14,17 @@ use ways of training.
 """
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
+from nanochat.data.sentences import sentence_ends
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.inference.retrieval import Library, Passage
 from nanochat.inference.tools import NOTHING
 from nanochat.tasks.common import Distinct, read_texts, single_turn, split_of, stable_hash
-from nanochat.tasks.lookup import SENTENCE, TEXTS, draw_name, draw_text
+from nanochat.tasks.lookup import TEXTS, draw_name, draw_text
 
 LANGUAGES = ("de", "es", "fr", "ja", "ru", "zh")
 KINDS = ("", "unknown", "talk")
@@ -97,7 +97,7 @@ def draw_turn(rng: StableRandom, language: str, kind: str, split: str) -> Conver
     right = [answer]
     if not kind:
         found = answer = draw_note(rng, language)
-        right = list(accumulate(SENTENCE.findall(found)))
+        right = [found[:end] for end in sentence_ends(found)]
     # A blank before the first word belongs to its token.
     blank = " " if head.endswith(" ") else ""
     return single_turn(question, answer, [(f'{tool}("{blank}{asked}")', found)]) | {"right": right, "asked": asked}
