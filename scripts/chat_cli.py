@@ -4,7 +4,8 @@ Talk with a model in the terminal.
     python -m scripts.chat_cli                        # /help lists what can be typed besides messages
     python -m scripts.chat_cli -p "What is 12 * 3?"   # one answer, and out
 
-Calls of tools are shown in brackets: [12*3 = 36]. A base model continues the text.
+Calls of tools are shown in brackets: [12*3 = 36], with the place of a passage: [… (notes/wine.md:14)]. A base model
+continues the text.
 """
 from typing import Literal
 
@@ -79,7 +80,7 @@ def answer(messages: list[dict]) -> None:
     try:
         for delta in engine.stream(prompt, sampling):
             if delta.type != type:
-                print(BEFORE[delta.type], end="")
+                print(place_of(deltas) + BEFORE[delta.type], end="")
             print(delta.text, end="", flush=True)
             deltas.append(delta)
             type = delta.type
@@ -87,8 +88,14 @@ def answer(messages: list[dict]) -> None:
         if p is not None:
             raise
     finally:
-        print("" if type == "text" else "]")
+        print("" if type == "text" else f"{place_of(deltas)}]")
     messages.append({"role": "assistant", "content": parts_of(deltas)})
+
+
+def place_of(deltas: list[Delta]) -> str:
+    """The file and line of the passage that the last part is, in brackets; "" if it is none."""
+    passage = engine.tools.source(parts_of(deltas))
+    return f" ({passage.place})" if passage else ""
 
 
 about = f"{stage} model of step {meta['step']}"

@@ -10,6 +10,7 @@ Where nothing is found, "nothing" comes back, so that the model can say so. A pa
 encoded as text. It is cut, at a sentence's end if possible, only where it would fill the context.
 """
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from nanochat.data.sentences import sentence_ends
@@ -45,6 +46,14 @@ class Tools:
         if call is None or self.library is None or call[1] not in QUERIES:
             return None
         return getattr(self.library, call[1])(call[3].strip())
+
+    def source(self, parts: Sequence[dict[str, str]]) -> Passage | None:
+        """The passage that the last of a message's parts is, or begins; None if it is none."""
+        types = [part["type"] for part in parts[-2:]]
+        # The beginning of "nothing" may be cut off from its end.
+        if types != ["python", "python_output"] or NOTHING.startswith(parts[-1]["text"]):
+            return None
+        return self.find(parts[-2]["text"])
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int, context: int) -> str | None:
         """

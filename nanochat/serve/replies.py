@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from nanochat.data.conversation import text_of
 from nanochat.inference.detokenizer import parts_of
-from nanochat.inference.tools import NOTHING
 from nanochat.serve.functions import read_call
 from nanochat.serve.openai_requests import BaseRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob, Request
@@ -62,11 +61,7 @@ class Reply:
 
     def source(self, written: Written, part: Json) -> Json:
         """Where the passage comes from that a part begins; {} for a part that is no passage."""
-        call = written.parts[-1] if written.parts else part
-        # The beginning of "nothing" may be cut off from its end.
-        if part["type"] != "python_output" or call["type"] != "python" or NOTHING.startswith(part["text"]):
-            return {}
-        passage = self.model.tools.find(call["text"])
+        passage = self.model.tools.source([*written.parts, part])
         return {"source": {"title": passage.title, "place": passage.place}} if passage else {}
 
     def choice(self, written: Written, content: Json, placed: Sequence[PlacedLogprob]) -> Json:
