@@ -9,7 +9,7 @@ from nanochat.data.conversation import render_prompt
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.copying import Copying, Vocabulary, word_edges
-from nanochat.inference.detokenizer import to_parts
+from nanochat.inference.detokenizer import answer_text, to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.retrieval import Passage
 from nanochat.inference.sampling import SamplingParams
@@ -23,6 +23,7 @@ SPECIAL = TOKENIZER.encode_special
 RAW = TOKENIZER.raw_tokens
 END = SPECIAL("<|assistant_end|>")
 PASSAGE = 'Die Größe: 2.5 bar, see "Dr. Who" on the 14. März. Then rest!'
+BREAD = "Bake bread with steam at 210 degrees. Then let it cool."
 QUESTIONS = ("What is the rear tyre's größe?", "the? ", "Wo ist the re-the-re?", "轮胎的 pressure? Für (x)")
 
 
@@ -40,9 +41,21 @@ class Shelf:
     search = lookup
 
 
-def engine_that_calls(model, copying: bool = True, **settings) -> Engine:
+class Baking:
+    """One passage, found by texts of which more than half of the long words are in it. It has no title."""
+
+    def lookup(self, text: str) -> None:
+        return None
+
+    def search(self, text: str) -> Passage | None:
+        words = re.findall(r"\w{4,}", text.lower())
+        found = [word for word in words if word in BREAD.lower() and word != "with"]
+        return Passage("", BREAD, "bread.md:1") if 2 * len(found) > len(words) else None
+
+
+def engine_that_calls(model, copying: bool = True, library=Shelf(), **settings) -> Engine:
     """An engine whose answers begin with a call: the model's own logits come after `lookup(`, and in its refusals."""
-    engine = Engine(model, TOKENIZER, tools=Tools(Shelf(), copying), **settings)
+    engine = Engine(model, TOKENIZER, tools=Tools(library, copying), **settings)
     extend = engine._extend
 
     def steered(answers, logits):
@@ -100,6 +113,10 @@ def plain_answer(model, question: str, prompt: list[int], count: int) -> list[in
             if token == after:
                 result = Tools(Shelf()).result(written.decode(), TOKENIZER, 0, 512)
                 tokens += [SPECIAL("<|output_start|>"), *TOKENIZER.encode(result), SPECIAL("<|output_end|>")]
+                if result == NOTHING and len(question.strip()) % 2:     # the shelf has something about the question
+                    result = PASSAGE
+                    tokens += [SPECIAL("<|python_start|>"), *TOKENIZER.encode(f'search("{question}")'), after]
+                    tokens += [SPECIAL("<|output_start|>"), *TOKENIZER.encode(result), SPECIAL("<|output_end|>")]
                 after = END
                 if result == NOTHING:
                     name = TOOL_CALL.fullmatch(written.decode())[3]
@@ -131,16 +148,43 @@ def test_draws_at_any_temperature_quote_to_the_letter():
     sampling = SamplingParams(max_tokens=400, temperature=1.5, seed=3, presence_penalty=0.5, stop=(END,))
     for number, answer in enumerate(engine_that_calls(model).generate(prompts, sampling, num_samples=8)):
         question = QUESTIONS[number // 8]
-        call, result, *said = to_parts(TOKENIZER, answer.tokens)
+        call, *_, result = [part for part in to_parts(TOKENIZER, answer.tokens) if part["type"] != "text"]
         name = TOOL_CALL.fullmatch(call["text"])[3]
         assert name.strip() and name in question
         place = [match.start() for match in re.finditer(re.escape(name), question)]
         assert any(not re.match(r"\w\w", question[max(at - 1, 0):]) or at == 0 or name[0] == " " for at in place)
-        said = "".join(part["text"] for part in said if part["type"] == "text")
+        said = answer_text(TOKENIZER, answer.tokens)
         if result["text"] == NOTHING:
             assert said == REFUSAL.format(name if name[0] == " " else f' "{name}"')
         elif not said.startswith(PASSAGE):
             assert said == PASSAGE.partition(" Then")[0]
+
+
+@pytest.mark.parametrize("questions, wider", [
+    (["Bake bread?"], "Bake bread?"),                                                       # the model chose wrong words
+    (["Bake bread", "At how many degrees?"], "At how many degrees? Bake bread"),            # asked without its subject
+    (["Bake bread?", "degrees?", "Who is president?"], None), (["Bake bread?", "Fish with wine?"], None),
+    (["Bake bread" + " so" * 100], None), ([], None),
+])
+def test_where_nothing_is_found_the_question_is_looked_up(questions, wider):
+    for call in ("search(' x')", "lookup(' x')"):
+        assert Tools(Baking()).wider(call, questions) == (wider and f'search("{wider}")')
+    assert Tools(Baking()).wider("spell('x')", questions) is None
+
+
+def test_the_wider_call_is_a_part_of_the_answer():
+    said = ["Bake bread", "Yes.", "At how many degrees?"]
+    messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant", "user"], said)]
+    sampling = SamplingParams(max_tokens=300, temperature=0, stop=(END,))
+    for copying in (True, False):
+        engine = engine_that_calls(random_model(), copying, Baking())
+        (answer,) = engine.generate([render_prompt(TOKENIZER, {"messages": messages})], sampling)
+        texts = [part["text"] for part in to_parts(TOKENIZER, answer.tokens)]
+        if copying:
+            assert texts[1:4] == [NOTHING, 'search("At how many degrees? Bake bread")', BREAD]
+            assert texts[4] in (BREAD, BREAD.partition(" Then")[0]) and answer.calls == 2
+        else:
+            assert BREAD not in texts
 
 
 @pytest.mark.parametrize("text, words", [

@@ -195,19 +195,23 @@ class Copying:
         text = f"{name}.".encode()
         return Copy(text, [0], [len(text)], self.stop, REFUSAL_HEAD)
 
-    def _question(self) -> str:
-        """What the user wrote in this conversation; of a long text its beginning and end."""
+    def questions(self) -> list[str]:
+        """What the user wrote in this conversation."""
         vocabulary, texts = self.vocabulary, []
         start: int | None = 0   # a truncated prompt may begin within a message
         for place, token in enumerate(self.prompt):
             if token == vocabulary.user_start:
                 start = place + 1
             elif token == vocabulary.user_end and start is not None:
-                texts.append(vocabulary.text(self.prompt[start:place]))
+                texts.append(vocabulary.text(self.prompt[start:place]).decode(errors="replace"))
                 start = None
             elif token == vocabulary.assistant_start:
                 start = None
-        text = b"\n".join(texts)
+        return texts
+
+    def _question(self) -> str:
+        """The questions; of a long text its beginning and end."""
+        text = "\n".join(self.questions()).encode()
         if len(text) > 2 * MOST_QUESTION:
             beginning, end = text[:MOST_QUESTION], text[-MOST_QUESTION:]
             # Cut at blanks, so that no part of a word counts as a word; text without blanks between any two characters.

@@ -35,7 +35,7 @@ from nanochat.inference.kv_cache import CachedModel, Prefix
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.prompt_cache import PIECE, PromptCache
 from nanochat.inference.sampling import Adjustment, SamplingParams, draw
-from nanochat.inference.tools import Tools, is_call
+from nanochat.inference.tools import MOST_CALLS, NOTHING, Tools, is_call
 from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
@@ -368,18 +368,32 @@ class Engine:
                 answer.error = error
 
     def _use_tool(self, answer: Answer, token: int) -> None:
-        """Collect an expression; at its end queue the result. If there is none, the model goes on."""
+        """
+        Collect an expression; at its end queue the result. If there is none, the model goes on. Where a library has
+        nothing, a wider call and its result follow, if that finds something.
+        """
         if token == self.python_start:
             answer.expression = []
         elif token == self.python_end and answer.expression is not None:
             expression = self.tokenizer.decode(answer.expression)
-            result = self.tools.result(expression, self.tokenizer, answer.calls, self.context)
-            answer.calls += is_call(expression)
-            if result is not None:
-                answer.output.extend([self.output_start, *self.tokenizer.encode(result), self.output_end])
+            result = self._call(answer, expression)
+            copying = answer.adjustment and answer.adjustment.copying
+            if result == NOTHING and copying and answer.calls < MOST_CALLS:
+                wider = self.tools.wider(expression, copying.questions())
+                if wider:
+                    answer.output.extend([self.python_start, *self.tokenizer.encode(wider), self.python_end])
+                    self._call(answer, wider)
             answer.expression = None
         elif answer.expression is not None:
             answer.expression.append(token)
+
+    def _call(self, answer: Answer, expression: str) -> str | None:
+        """Queue a call's result, and return it; None for a text that is none."""
+        result = self.tools.result(expression, self.tokenizer, answer.calls, self.context)
+        answer.calls += is_call(expression)
+        if result is not None:
+            answer.output.extend([self.output_start, *self.tokenizer.encode(result), self.output_end])
+        return result
 
     def _free(self, row: int) -> None:
         """Drop the answer in a row. The prompt cache keeps a copy; the last row moves here, as in `CachedModel`."""

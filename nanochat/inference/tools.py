@@ -25,6 +25,8 @@ REFUSAL = "I do not know. I found nothing about{}."
 MOST_CALLS = 3
 # The part of the context that a result may take: the question comes before it, and the answer quotes it.
 RESULT_SHARE = 3
+# Characters of what the user wrote that are looked up as a whole, where the words that the model chose find nothing.
+MOST_WORDS = 200
 # Methods of a library that a model can call.
 QUERIES = ("lookup", "search")
 TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
@@ -54,6 +56,26 @@ class Tools:
         if types != ["python", "python_output"] or NOTHING.startswith(parts[-1]["text"]):
             return None
         return self.find(parts[-2]["text"])
+
+    def wider(self, expression: str, questions: Sequence[str]) -> str | None:
+        """
+        A search that finds something where this one of a library has found nothing: for the user's last question; or
+        for that and the question before it, if the passage has one of the last one's words ("And the rear tyre?").
+        """
+        call = TOOL_CALL.fullmatch(expression)
+        if call is None or call[1] not in QUERIES or not questions:
+            return None
+        for words in (questions[-1], " ".join(questions[:-3:-1])):
+            wider = f'search("{words}")'
+            passage = self.find(wider) if len(words) <= MOST_WORDS else None
+            if passage and (words == questions[-1] or self._has_word(passage, questions[-1])):
+                return wider
+        return None
+
+    def _has_word(self, passage: Passage, question: str) -> bool:
+        """Whether a passage has one of the question's words, in any form, that says something on its own."""
+        words = re.findall(r"\w{4,}", question.lower())
+        return any(word[:5] in passage.text.lower() and self.find(f'search("{word}")') for word in words)
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int, context: int) -> str | None:
         """
