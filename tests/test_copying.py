@@ -13,7 +13,7 @@ from nanochat.inference.detokenizer import answer_text, to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.retrieval import Passage
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import NOTHING, REFUSAL, TOOL_CALL, Tools
+from nanochat.inference.tools import NOTHING, REFUSAL, REFUSALS, TOOL_CALL, Tools
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
 
@@ -161,8 +161,8 @@ def test_draws_at_any_temperature_quote_to_the_letter():
 
 
 @pytest.mark.parametrize("questions, wider", [
-    (["Bake bread?"], "Bake bread?"),                                                       # the model chose wrong words
-    (["Bake bread", "At how many degrees?"], "At how many degrees? Bake bread"),            # asked without its subject
+    (["Bake bread?"], "Bake bread?"),                                               # the model chose wrong words
+    (["Bake bread", "At how many degrees?"], "At how many degrees? Bake bread"),    # asked without its subject
     (["Bake bread?", "degrees?", "Who is president?"], None), (["Bake bread?", "Fish with wine?"], None),
     (["Bake bread" + " so" * 100], None), ([], None),
 ])
@@ -220,6 +220,21 @@ def test_what_a_call_can_copy():
     assert set(long.split()) == {"begins", "here", "word", "and", "ends"}
     unspaced = question_of("<", "开始" + "天" * 500 + "结束", ">")
     assert unspaced.startswith("开始天") and unspaced.endswith("天结束")
+
+
+@pytest.mark.parametrize("begun, held", [("Das weiß ich", True), ("Das wei", False), ("Das weiss ich ", False)])
+def test_a_refusal_of_another_language_is_copied(begun, held):
+    copying = Copying(Vocabulary(TOKENIZER), [], [END])
+    call = [SPECIAL("<|python_start|>"), *TOKENIZER.encode('lookup("x")'), SPECIAL("<|python_end|>")]
+    output = [SPECIAL("<|output_start|>"), *TOKENIZER.encode(NOTHING), SPECIAL("<|output_end|>")]
+    for token in [*call, *output, *TOKENIZER.encode(begun)]:
+        copying.add(token)
+    rest = REFUSALS["de"][len(begun) :] if held else ""
+    for token in TOKENIZER.encode(rest):
+        assert copying.allowed.nonzero().tolist() == [[token]]
+        copying.add(token)
+    assert not rest or copying.allowed.nonzero().tolist() == [[END]]
+    assert held or copying.allowed is None
 
 
 def test_a_stop_token_that_does_not_exist_and_a_result_that_nobody_asked_for():

@@ -12,7 +12,7 @@ from nanochat.data.conversation import render
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.copying import Copying, Vocabulary
 from nanochat.inference.retrieval import Library
-from nanochat.inference.tools import Tools
+from nanochat.inference.tools import REFUSALS, Tools
 from nanochat.tasks import example_questions, make_task, notes
 
 SLOTS = {"lookup": "nvpotdwx", "search": "nvpotdwx", "talk": "", "notes": "nvpotdw"}
@@ -75,10 +75,10 @@ def test_notes_of_the_test_split_are_found_and_others_are_not():
         counts[tools.find("lookup('Hinterreifen')")] += 1
         assert make_task("notes:unknown", "test").library.search(call) is None
     assert counts == {None: len(task)}
-    german = [notes.texts_of("de")["unknown"]] * 2
+    german = [REFUSALS["de"]] * 2
     unknown = make_task("notes:de:unknown", "test")
     assert [unknown[0]["messages"][-1]["content"][-1]["text"], *unknown[0]["right"]] == german
-    assert not unknown.evaluate(unknown[0], notes.texts_of("fr")["unknown"])
+    assert not unknown.evaluate(unknown[0], REFUSALS["fr"])
 
 
 def test_examples_are_of_the_folder_in_its_language(tmp_path: Path, base_folder):

@@ -13,6 +13,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval import task_eval
 from nanochat.eval.task_eval import evaluate_task, likeliest_letters, misquotes, pass_at
 from nanochat.inference.sampling import SamplingParams
+from nanochat.inference.tools import REFUSALS
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.tasks.common import single_turn
@@ -75,7 +76,7 @@ def test_the_letter_is_the_likeliest_first_token_of_the_answer():
 def evaluate_both(rank: int, world_size: int) -> list:
     model = random_model()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task_eval, "misquotes", lambda parts, refusals: [True, False])
+        patch.setattr(task_eval, "misquotes", lambda parts: [True, False])
         return [evaluate_task(Choices(), model, TOKENIZER, 4),
                 evaluate_task(Writing(), model, TOKENIZER, 4, -1, SamplingParams(8, 1.0, seed=5), 3)]
 
@@ -100,14 +101,14 @@ FOUND, REFUSED = "It rains. Then sun.", "I do not know. I found nothing about {}
     (["lookup(' rain')", "nothing", REFUSED.format("rain")], [False]),
     (["lookup('rain')", "nothing", REFUSED.format('"rain"')], [False]),
     (["lookup(' rain')", "nothing", REFUSED.format("rains")], [True]),
-    (["lookup(' rain')", "nothing", "Nichts."], [False]),
+    (["lookup(' rain')", "nothing", REFUSALS["de"]], [False]),
     (["lookup(' rain')", "nothing", "It rains."], [True]),
     (["lookup(' rain')", "nothing", "", "search(' sun')", FOUND, "It rain."], [False, True]),
     (["12 * 3", "36", "37"], []), (["spell('a')", "a", "b"], []), (["search(' rain')"], []), ([], []),
 ])
 def test_what_is_a_misquote(said, wrong):
     parts = [{"type": type, "text": text} for type, text in zip(["python", "python_output", "text"] * 2, said) if text]
-    assert misquotes(parts, ["Nichts."]) == wrong
+    assert misquotes(parts) == wrong
 
 
 def test_advantages_are_within_a_problem_and_only_sampled_tokens_count():

@@ -5,7 +5,7 @@ A task: a sequence of conversations with a judge. The tasks themselves are in na
     task[:100]             # the first hundred, as a task again
     task.evaluate(conversation, "The answer is 36.")
 """
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ class Task(Sequence):
     name = ""                                                    # its row in the report
     eval_type: Literal["categorical", "generative"] | None = None  # how it is measured; None: only to train on
     held_out = True                                              # its test split is not trained on
-    refusals: Collection[str] = ()  # what an answer may say, besides the trained refusal, where nothing was found
     library: Any = None         # what answers look into: a file, an object with lookup and search; None: Python's
 
     def conversation(self, index: int) -> Conversation:
@@ -63,7 +62,6 @@ class Slice(Task):
     def __init__(self, task: Task, indices: Sequence[int]) -> None:
         self.task, self.indices = task, indices
         self.name, self.eval_type, self.library, self.held_out = task.name, task.eval_type, task.library, task.held_out
-        self.refusals = task.refusals
         # Its own methods, not the class's: the judge is the task's.
         self.evaluate, self.reward = task.evaluate, task.reward
 

@@ -1,7 +1,7 @@
 """Evaluates a model on tasks: the likeliest letter of a multiple choice, or a written answer. All ranks take part."""
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from nanochat.eval.loss_eval import collate, group_by_length, target_row
 from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, TOOL_CALL, Tools, open_tools
+from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, REFUSALS, TOOL_CALL, Tools, open_tools
 from nanochat.model.gpt import GPT
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.compiling import eagerly
@@ -60,7 +60,7 @@ def evaluate_task(
             parts = [to_parts(tokenizer, answer.tokens) for answer in written]
             answers.append([text_of(some) for some in parts])
             for some in parts:
-                misquoted += misquotes(some, task.refusals)
+                misquoted += misquotes(some)
     correct = []
     # A vote waits for the slowest rank, and a program of HumanEval may take seconds: several problems between votes.
     for conversation, samples in until_stopped(zip(conversations, answers), every=8):
@@ -72,10 +72,10 @@ def evaluate_task(
     return Evaluation(in_order, len(misquoted), sum(misquoted))
 
 
-def misquotes(parts: Sequence[dict[str, str]], refusals: Collection[str] = ()) -> list[bool]:
+def misquotes(parts: Sequence[dict[str, str]]) -> list[bool]:
     """
     Of each text that an answer looked up: whether the answer then says something else than the beginning of what was
-    found; where nothing was, something else than a refusal that names what was looked up, or one of `refusals`.
+    found; where nothing was, something else than a refusal that names what was looked up, or one that names nothing.
     """
     wrong = []
     call = None
@@ -86,7 +86,7 @@ def misquotes(parts: Sequence[dict[str, str]], refusals: Collection[str] = ()) -
             said = after["text"].strip() if after and after["type"] == "text" else ""
             if part["text"] == NOTHING:
                 names = (call[3], f" {call[3]}", f' "{call[3]}"')
-                wrong.append(said not in ("", *refusals, *map(REFUSAL.format, names)))
+                wrong.append(said not in ("", *REFUSALS.values(), *map(REFUSAL.format, names)))
             else:
                 wrong.append(not part["text"].startswith(said))
     return wrong

@@ -4,7 +4,7 @@ not left to it:
 
     in a call        lookup("…") and search("…") have a stretch of what the user wrote, in whole words
     after a passage  the answer is the passage, from its beginning up to the end of one of its sentences
-    after "nothing"  a refusal that begins as the trained one does names what was looked up
+    after "nothing"  a refusal that begins as a trained one does is that one, and names what was looked up
 
 Everything is compared in bytes, so any tokenization of the same text is allowed. A model of two million parameters
 quoted 2 of 55 passages wrongly without this, and one of half the training 21 of 35.
@@ -21,7 +21,7 @@ from torch import Tensor
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.retrieval import CJK
-from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, TOOL_CALL
+from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, REFUSALS, TOOL_CALL
 
 # Limits, as the first token of a call compares every word of the question: 1.4 to 4 ms for the longest question of
 # words, up to 10 ms for one of signs.
@@ -30,7 +30,7 @@ MOST_TAIL = 4           # bytes of a stretch in a token that also closes the cal
 MOST_QUESTION = 500     # bytes of the beginning, and as many of the end, of what the user wrote
 # What has been written of a call: its quotation mark and what comes after it.
 CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(QUERIES)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
-REFUSAL_HEAD = REFUSAL.partition("{}")[0].encode()
+REFUSAL_BEGINS = 12     # bytes after which an answer counts as a refusal
 UNSPACED = re.compile(rf"[{CJK}\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\uf900-\ufaff]")
 
 
@@ -150,8 +150,8 @@ class Copying:
             self._after_special(token)
         if self.copy is None and self.special == vocabulary.python_start:
             self.copy = self._copy_of_question()
-        if self.copy is None and self.is_nothing and self.written.startswith(REFUSAL_HEAD):
-            self.copy = self._copy_of_call()
+        if self.copy is None and self.is_nothing:
+            self.copy = self._copy_of_refusal()
         tokens: set[int] = set()
         if self.copy:
             tokens = self.copy.next_tokens(self.written, vocabulary)
@@ -189,11 +189,14 @@ class Copying:
         opening = self.written[: call.start(1)] + quote
         return Copy(question.encode(), starts, ends, {self.vocabulary.python_end}, opening, quote + b")")
 
-    def _copy_of_call(self) -> Copy:
-        """In a refusal: what was looked up."""
+    def _copy_of_refusal(self) -> Copy | None:
+        """Once the answer begins as a refusal: the whole one, and in English what was looked up."""
         name = self.called if self.called.startswith(" ") else f' "{self.called}"'
-        text = f"{name}.".encode()
-        return Copy(text, [0], [len(text)], self.stop, REFUSAL_HEAD)
+        for text in (REFUSAL.format(name), *REFUSALS.values()):
+            refusal = text.encode()
+            if refusal.startswith(self.written) and len(self.written) >= REFUSAL_BEGINS:
+                return Copy(refusal, [0], [len(refusal)], self.stop)
+        return None
 
     def questions(self) -> list[str]:
         """What the user wrote in this conversation."""

@@ -21,6 +21,15 @@ from nanochat.inference.retrieval import Library, Passage, library_path
 NOTHING = "nothing"
 # What a model is trained to say then; the name in quotation marks where it has no blank before it.
 REFUSAL = "I do not know. I found nothing about{}."
+# In other languages the refusal names nothing, so that no name has to be inflected.
+REFUSALS = {
+    "de": "Das weiß ich nicht. Ich habe nichts gefunden.",
+    "es": "No lo sé. No he encontrado nada.",
+    "fr": "Je ne sais pas. Je n'ai rien trouvé.",
+    "ja": "わかりません。何も見つかりませんでした。",
+    "ru": "Я не знаю. Я ничего не нашёл.",
+    "zh": "我不知道。我没有找到。",
+}
 # Calls in one answer: a model that repeats itself would never end.
 MOST_CALLS = 3
 # The part of the context that a result may take: the question comes before it, and the answer quotes it.

@@ -22,11 +22,11 @@ from nanochat.data.sentences import sentence_ends
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.inference.retrieval import Library, Passage
-from nanochat.inference.tools import NOTHING
+from nanochat.inference.tools import NOTHING, REFUSALS
 from nanochat.tasks.common import Distinct, read_texts, single_turn, split_of, stable_hash
 from nanochat.tasks.lookup import TEXTS, draw_name, draw_text
 
-LANGUAGES = ("de", "es", "fr", "ja", "ru", "zh")
+LANGUAGES = tuple(REFUSALS)
 KINDS = ("", "unknown", "talk")
 ARGUMENTS = tuple(f"{language}:{kind}".strip(":") for language in ("", *LANGUAGES) for kind in KINDS)
 SIZES = {"train": 30_000, "test": 300}
@@ -45,7 +45,6 @@ class Notes(Task):
         self.kind = argument.split(":")[-1]
         if self.kind not in KINDS:
             self.kind = ""
-        self.refusals = [texts_of(language)["unknown"] for language in LANGUAGES]
         # A library has one note for the same words, in whatever language they are asked about.
         self.tested = None
         if split == "test" and not self.kind:
@@ -93,7 +92,7 @@ def draw_turn(rng: StableRandom, language: str, kind: str, split: str) -> Conver
     question = head + asked + tail
     if kind == "talk":
         return single_turn(question, texts["talk_answer"]) | {"right": [texts["talk_answer"]]}
-    found, answer = NOTHING, texts["unknown"]
+    found, answer = NOTHING, REFUSALS[language]
     right = [answer]
     if not kind:
         found = answer = draw_note(rng, language)
@@ -130,7 +129,7 @@ def draw_note(rng: StableRandom, language: str) -> str:
     texts, words = texts_of(language), Words(rng, language, "train")
     ways = texts["notes"].splitlines()
     sentences = [capital(rng.choice(ways).format_map(words)) for _ in range(1 + rng.below(3) // 2)]
-    return (" " if " " in texts["unknown"] else "").join(sentences)
+    return (" " if " " in REFUSALS[language] else "").join(sentences)
 
 
 class Words(dict):
