@@ -4,19 +4,24 @@ What formulas alone say on the pages, each between marks. test_runs.py compares 
     python -m tests.page_formulas                  # prints all of it
     python -m tests.page_formulas links --write    # puts a block into its page; without a name all
 """
+import contextlib
+import io
+import itertools
 import math
+import runpy
 import sys
+from unittest.mock import patch
 
 import torch
 
 from bench.harness import PageBlock
 from nanochat.model.fp8 import MIN_WIDTH
-from nanochat.model.gpt_config import config_from_depth
+from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
-from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
+from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, plan_step
 from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
 from nanochat.plan.step_time import FP8, FP8_GPUS, WINDOWS, step_time
-from nanochat.plan.traffic import collectives
+from nanochat.plan.traffic import Collective, collectives
 from nanochat.runtime.flops import Gpu, datasheet_gpu, datasheet_peak
 from nanochat.runtime.tables import markdown_table
 
@@ -62,6 +67,29 @@ def hosts() -> str:
         lines.append([stage, *(f"{n:.2f}" for n in line)])
     return markdown_table(["stage", "all 8 ranks: keeps", "sends within", "between", "shard_size=4: keeps",
                            "sends within", "between"], lines)
+
+
+def torus() -> str:
+    """
+    256 ranks on GPUs' links, by the planner; on a torus of 4 × 8 × 8 by the formulas of docs/machines.md. All-to-alls
+    come in pairs: there and back.
+    """
+    lines = []
+    sizes = 1e9, 1e6
+    for name, per_host in (("256 GPUs on one switch of NVLink 4", 256), ("32 hosts of 8: NVLink 4, InfiniBand NDR", 8),
+                           ("256 hosts of one GPU: NDR", 1)):
+        cluster = Cluster(256, per_host, LINKS["nvlink4"], LINKS["ndr"])
+        line = [name]
+        for kind, size in itertools.product(("all-gather", "all-to-all"), sizes):
+            sent = cluster.sent(Collective(kind, size, 256))
+            seconds = max(sent.within / cluster.within.bandwidth, sent.between / cluster.between.bandwidth)
+            line.append(f"{1e3 * (seconds + sent.latency):,.2f}")
+        lines.append(line)
+    link, hop = 100e9, 1e-6
+    times = [size * 255 / 256 / (6 * link) + 17 * hop for size in sizes]
+    times += [2 * (size * 8 / (8 * link) + 10 * hop) for size in sizes]
+    lines.append(["TPU v5p, torus of 4 × 8 × 8", *(f"{1e3 * seconds:,.2f}" for seconds in times)])
+    return markdown_table(["milliseconds", "all-gather, in a ring: 1 GB", "1 MB", "two all-to-alls: 1 GB", "1 MB"], lines)
 
 
 def ranks_64() -> str:
@@ -178,7 +206,31 @@ def minutes() -> str:
                            "1 × RTX 4090"], lines)
 
 
-FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, hosts), "zero.md": (ranks_64,),
+RULES = (
+    ("", "--depth=24 --gpus=8"),
+)
+
+
+def planned_rows(settings: str) -> list[dict[str, str]]:
+    """The table that scripts.plan prints: a dict for each line."""
+    printed = io.StringIO()
+    argv, hook = patch("sys.argv", ["plan", *settings.split()]), patch("sys.excepthook")
+    with argv, hook, contextlib.redirect_stdout(printed):
+        runpy.run_module("scripts.plan", run_name="__main__")
+    columns, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")]
+                         for line in printed.getvalue().splitlines() if line.startswith("|"))
+    return [dict(zip(columns, row)) for row in rows]
+
+
+def rules() -> str:
+    lines = []
+    for rule, settings in RULES:
+        rows = planned_rows(settings)
+        lines.append([rule.format(*rows, best=rows[-1]), f"`python -m scripts.plan {settings}`"])
+    return markdown_table(["rule", "command"], lines)
+
+
+FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, torus, hosts), "zero.md": (ranks_64,),
             "memory.md": (mfu, fits), "pipeline.md": (streams,)}
 
 

@@ -1,5 +1,6 @@
 """docs/step.html in a real browser: its numbers are the planner's, and a keyboard is enough."""
 import itertools
+import re
 import shutil
 import statistics
 
@@ -92,3 +93,27 @@ def test_what_happens_by_keyboard(page):
         page.locator(f"select[name={name}]").select_option(option)
     assert "Every rank orthogonalizes every matrix" in says.inner_text()
     assert "a rank sends" not in says.inner_text()
+
+
+def test_an_address_is_a_question(page):
+    """Pages link to a rank and a moment; what is chosen stands in the address; an address that cannot be says why."""
+    def ask(question: str) -> tuple[str, str]:
+        page.goto((REPO / "docs" / "step.html").as_uri() + "#" + question)
+        return page.locator("#title").inner_text(), page.locator("#says").inner_text()
+
+    title, says = ask("hosts=1&perHost=8&stage=2&microSteps=4&rank=3&at=backward-3")
+    assert title == "6 of 11 · micro-step 3 of 4: backward pass"
+    assert "Rank 3, on host 0: it owns part 4 of 8 of each unit; ranks 0, 1, … 7 share a copy." in says
+    page.keyboard.press("ArrowRight")
+    page.locator("select[name=stage]").select_option("1")
+    assert page.evaluate("location.hash") == "#stage=1&hosts=1&perHost=8&microSteps=4&rank=3&at=forward-4"
+    page.reload()
+    assert page.locator("#title").inner_text() == "7 of 11 · micro-step 4 of 4: forward pass"
+    # as in the first table of docs/machines.md
+    assert "; ranks 4, 5, 6, 7 share a copy; ranks 3, 7 add up its gradients." in ask("share=on+each+host&rank=7")[1]
+    for question, answer in (("stage=7", "expected one of 0, 1, 2, 3."), ("ranks=8", "a name among stage, pipeline"),
+                             ("at=backward-9", "expected one of forward-1, "), ("rank=8", "ranks are 0 to 7.")):
+        title, says = ask(question)
+        assert title == "This cannot be run" and says.startswith(question) and answer in says
+    links = {link for path in REPO.glob("docs/*.md") for link in re.findall(r"step\.html#([^)]+)\)", path.read_text())}
+    assert len(links) > 2 and [link for link in links if "cannot" in ask(link)[0]] == []
