@@ -18,7 +18,7 @@ from bench.harness import PageBlock
 from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
-from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, plan_step
+from nanochat.plan.machines import LINKS, Cluster, Layout, Link, fastest_layout, plan_step
 from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
 from nanochat.plan.step_time import FP8, FP8_GPUS, WINDOWS, step_time
 from nanochat.plan.traffic import Collective, collectives
@@ -71,25 +71,23 @@ def hosts() -> str:
 
 def torus() -> str:
     """
-    256 ranks on GPUs' links, by the planner; on a torus of 4 × 8 × 8 by the formulas of docs/machines.md. All-to-alls
-    come in pairs: there and back.
+    256 ranks, by the planner. A torus of 4 × 8 × 8 is one link of it for rings and one for all-to-alls: docs/machines.md
+    has the formulas. All-to-alls come in pairs: there and back.
     """
+    nvlink, ndr = LINKS["nvlink4"], LINKS["ndr"]
     lines = []
-    sizes = 1e9, 1e6
-    for name, per_host in (("256 GPUs on one switch of NVLink 4", 256), ("32 hosts of 8: NVLink 4, InfiniBand NDR", 8),
-                           ("256 hosts of one GPU: NDR", 1)):
-        cluster = Cluster(256, per_host, LINKS["nvlink4"], LINKS["ndr"])
+    for name, per_host, ring, exchange in (
+            ("256 GPUs on one switch of NVLink 4", 256, nvlink, nvlink),
+            ("32 hosts of 8: NVLink 4, InfiniBand NDR", 8, nvlink, nvlink), ("256 hosts of one GPU: NDR", 1, ndr, ndr),
+            ("TPU v5p, torus of 4 × 8 × 8", 256, Link(600e9, 17e-6 / 255), Link(99.6e9, 1e-5))):
         line = [name]
-        for kind, size in itertools.product(("all-gather", "all-to-all"), sizes):
-            sent = cluster.sent(Collective(kind, size, 256))
-            seconds = max(sent.within / cluster.within.bandwidth, sent.between / cluster.between.bandwidth)
-            line.append(f"{1e3 * (seconds + sent.latency):,.2f}")
+        for (kind, link), size in itertools.product((("all-gather", ring), ("all-to-all", exchange)), (1e9, 1e6)):
+            sent = Cluster(256, per_host, link, ndr).sent(Collective(kind, size, 256))
+            seconds = max(sent.within / link.bandwidth, sent.between / ndr.bandwidth) + sent.latency
+            line.append(f"{1e3 * seconds:,.2f}")
         lines.append(line)
-    link, hop = 100e9, 1e-6
-    times = [size * 255 / 256 / (6 * link) + 17 * hop for size in sizes]
-    times += [2 * (size * 8 / (8 * link) + 10 * hop) for size in sizes]
-    lines.append(["TPU v5p, torus of 4 × 8 × 8", *(f"{1e3 * seconds:,.2f}" for seconds in times)])
-    return markdown_table(["milliseconds", "all-gather, in a ring: 1 GB", "1 MB", "two all-to-alls: 1 GB", "1 MB"], lines)
+    columns = ["milliseconds", "all-gather, in a ring: 1 GB", "1 MB", "two all-to-alls: 1 GB", "1 MB"]
+    return markdown_table(columns, lines)
 
 
 def ranks_64() -> str:
@@ -207,31 +205,73 @@ def minutes() -> str:
 
 
 RULES = (
-    ("", "--depth=24 --gpus=8"),
+    ("Take the lowest stage that fits: a higher one keeps less and sends more. Stages 0 to 3 need {0[needs, GB]}, "
+     "{1[needs, GB]}, {2[needs, GB]}, {3[needs, GB]} GB, and send {0[sends within a host, GB]}, "
+     "{1[sends within a host, GB]}, {2[sends within a host, GB]}, {3[sends within a host, GB]} GB a step.",
+     "--depth=24 --gpus=8"),
+    ("Never stage 0 with Muon: every rank repeats all of its products. A step of {0[step, s]} s, on stage 1 "
+     "{2[step, s]}.", "--depth=24 --gpus=64"),
+    ("Over NVLink every stage hides. With only 2 rows stages 1 to 3 wait {1[waits, s]}, {2[waits, s]}, {3[waits, s]} s of "
+     "{3[step, s]}.", "--depth=24 --gpus=8 --device_batch_size=2"),
+    ("Over PCIe it takes rows, or stage 1, which sends once a step. The same wait {1[waits, s]}, {2[waits, s]}, "
+     "{3[waits, s]} s; 8 rows hide them again.", "--depth=24 --gpus=8 --device_batch_size=2 --link=pcie5"),
+    ("A model that fits nowhere else goes on stage 3 over all GPUs: the deeper, the better it hides. It waits "
+     "{3[waits, s]} of {3[step, s]} s, and needs {3[needs, GB]} GB, stage 1 {1[needs, GB]}.",
+     "--depth=48 --gpus=8 --device_batch_size=4"),
+    ("Then recompute activations: {7[needs, GB]} GB for {6[needs, GB]}, and {7[step, s]} s for {6[step, s]}.",
+     "--depth=88 --gpus=16"),
+    ("Over a few hosts share a copy among all GPUs: more of them share Muon's products. A step of {2[step, s]} s, shared "
+     "by a host {1[step, s]}.", "--depth=24 --gpus=64"),
+    ("Over many hosts share it among a part: a ring through all has too many messages. Over 256 GPUs stage 1 waits "
+     "{2[waits, s]} s, over {7[shard_size]} {7[waits, s]}.",
+     "--depth=24 --gpus=256 --device_batch_size=2 --total_batch_size=1048576"),
+    ("A link that hides nothing wants a pipeline: {7[pipeline]} stages wait {7[waits, s]} s and idle {7[bubble, s]}, one "
+     "waits {2[waits, s]}. And it wants a better link: MFU {7[MFU]}.", "--depth=32 --gpus=64 --between=eth10"),
+    ("The batch ends it: with a row for each of 512 GPUs MFU is {7[MFU]} at best. More GPUs need the axes below.",
+     "--depth=24 --gpus=512 --device_batch_size=1 --total_batch_size=1048576"),
 )
 
 
-def planned_rows(settings: str) -> list[dict[str, str]]:
-    """The table that scripts.plan prints: a dict for each line."""
-    printed = io.StringIO()
-    argv, hook = patch("sys.argv", ["plan", *settings.split()]), patch("sys.excepthook")
-    with argv, hook, contextlib.redirect_stdout(printed):
-        runpy.run_module("scripts.plan", run_name="__main__")
-    columns, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")]
-                         for line in printed.getvalue().splitlines() if line.startswith("|"))
-    return [dict(zip(columns, row)) for row in rows]
-
-
 def rules() -> str:
+    """Each rule with numbers of the table that its command prints, by line and column."""
     lines = []
     for rule, settings in RULES:
-        rows = planned_rows(settings)
-        lines.append([rule.format(*rows, best=rows[-1]), f"`python -m scripts.plan {settings}`"])
+        printed = io.StringIO()
+        argv, hook = patch("sys.argv", ["plan", *settings.split()]), patch("sys.excepthook")
+        with argv, hook, contextlib.redirect_stdout(printed):
+            runpy.run_module("scripts.plan", run_name="__main__")
+        columns, _, *rows = (line.split(" | ") for line in printed.getvalue().splitlines() if line.startswith("|"))
+        lines.append([rule.format(*(dict(zip(columns, row)) for row in rows)), f"`python -m scripts.plan {settings}`"])
     return markdown_table(["rule", "command"], lines)
 
 
+def layouts() -> str:
+    """
+    Published layouts. State of a rank: ZeRO-1 over the ranks of the same part of the model. The planner's answer is for
+    a classic model of that depth and width, with memory of 80 GiB and passes at half of the peak.
+    """
+    lines = []
+    for name, gpu, within, between, gpus, tensor, stages, rows, reached, sizes in (
+            ("Llama 3 405B", "H100", "nvlink4", "ndr", 16384, 8, 16, 2048, "41%", (8192, 128256, 126, 16384, 128, 128)),
+            ("Llama 3 405B", "H100", "nvlink4", "ndr", 8192, 8, 16, 2048, "43%", (8192, 128256, 126, 16384, 128, 128)),
+            ("Megatron 530B", "A100", "nvlink3", "hdr", 2520, 8, 35, 2520, "52%", (2048, 51200, 105, 20480, 128, 128))):
+        config, peak, data = GPTConfig(*sizes), datasheet_peak(gpu), gpus // tensor // stages
+        best = fastest_layout(config, Cluster(gpus, 8, LINKS[within], LINKS[between]), peak / 2, BF16,
+                              rows * config.sequence_len, 80 * GIB)
+        answer = f"none: {rows / gpus:g} rows for each"
+        if best:
+            flops = rows * config.sequence_len * shaped(config).estimate_flops()
+            answer = f"stage {best[0].zero_stage} over {best[0].shards:,}: {flops / gpus / best[1].seconds / peak:.0%}"
+        kept = sum(state_bytes(1, data, BF16, sum(split_into_stages(config)[0].units), 0)) / tensor / stages
+        lines.append([name, f"{gpus:,} {gpu}", f"{tensor} × {stages} × {data}", f"{rows:,}", f"{kept / 1e9:.1f}",
+                      f"{(stages - 1) / (rows / data + stages - 1):.0%}", reached, answer])
+    return markdown_table(["model", "GPUs", "tensor × pipeline × data", "rows", "state, GB", "bubble of 1F1B", "MFU",
+                           "the planner's: MFU"], lines)
+
+
 FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, torus, hosts), "zero.md": (ranks_64,),
-            "memory.md": (mfu, fits), "pipeline.md": (streams,)}
+            "memory.md": (mfu, fits), "pipeline.md": (streams,),
+            "rules.md": (rules, layouts)}
 
 
 def blocks(write: bool = False) -> dict[str, tuple[PageBlock, str]]:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import page_formulas
@@ -33,8 +34,8 @@ SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.
 # ---- What a page claims
 
 # A module that left the tree, and the commit that has it; the second form is the command that goes there.
-MADE_AT = (r"(?:at|add \.\./then) ([0-9a-f]{7})(?: and before)?"
-           r"(?: by\s+`| && cd \.\./then && )python -m ([\w.]+)[^`\n]*`?")
+MADE_AT = (r"(?:at|提交|add \.\./then) ([0-9a-f]{7})(?: and before)?"
+           r"(?: by\s+`| 上由 `| && cd \.\./then && )python -m ([\w.]+)[^`\n]*`?")
 OURS = ("*.py", "nanochat/**/*.py", "scripts/*.py", "bench/*.py", "tests/*.py")
 
 
@@ -213,19 +214,29 @@ def test_a_measurement_finds_its_place_in_the_page_before_the_work(module):
     assert re.search(rf"configure\(globals\(\)\)\n{only_imports}block = PageBlock\(", source)
 
 
-def facts(page: str) -> tuple[list[str], list[str], list[str]]:
-    """A page in any language: its blocks of code without comments, its figures, its links."""
-    text = (REPO / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```(?:\w*\n)(.*?)```", text, re.DOTALL)
-    code = [re.sub(r"[ \t]+#.*|(?<=/)[ ]{2,}.*", "", block) for block in blocks]  # "folder/    what it is" as well
-    prose = re.sub(r"```.*?```|\]\([^)]*\)|`[^`]*`", "", text, flags=re.DOTALL)
-    links = re.findall(r"\]\(([^)]*)\)", text)
-    return code, sorted(re.findall(r"\d[\d,.]*\d|\d", prose)), sorted(set(links) - {"README.md", "README.zh-CN.md"})
+# Each Chinese page, and the English one.
+TRANSLATIONS = {page: page.with_name(page.name.replace(".zh-CN", "")) for page in PAGES if ".zh-CN" in page.name}
 
 
-def test_the_chinese_page_has_the_code_the_figures_and_the_links_of_the_english_one():
-    for english, chinese in zip(facts("README.md"), facts("README.zh-CN.md")):
-        assert chinese == english
+def facts(page: Path) -> dict[str, Counter]:
+    """What a page has in any language: lines of code without comments, inline code, figures, links."""
+    text = re.sub("<!--.*?-->", "", page.read_text(encoding="utf-8"))
+    code = "".join(re.findall(r"```(?:\w*\n)(.*?)```", text, re.DOTALL))
+    code = re.sub(r"[ \t]+#.*|(?<=/)[ ]{2,}.*", "", code)  # "folder/    what it is" as well
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", text)
+    links = {link for link in re.findall(r"\]\(([^)]*)\)", text)  # a page in both languages is linked in one's own
+             if page.parent / link not in {*TRANSLATIONS, *TRANSLATIONS.values()}}
+    found = code.splitlines(), set(re.findall("`([^`]*)`", text)), re.findall(r"\d[\d,.]*\d|\d", prose), links
+    return dict(zip(("code", "inline code", "figures", "links"), map(Counter, found)))
+
+
+@pytest.mark.parametrize("page", TRANSLATIONS, ids=lambda page: page.name)
+def test_a_chinese_page_has_the_code_the_figures_and_the_links_of_the_english_one(page):
+    chinese, english = facts(page), facts(TRANSLATIONS[page])
+    for kind, counts in english.items():
+        missing, more = counts - chinese[kind], chinese[kind] - counts
+        assert not missing and not more, f"{kind}: not in the Chinese page {dict(missing)}; only there {dict(more)}"
 
 
 def test_every_page_is_in_the_index():
