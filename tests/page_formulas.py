@@ -10,6 +10,7 @@ import itertools
 import math
 import runpy
 import sys
+from collections import namedtuple
 from unittest.mock import patch
 
 import torch
@@ -71,8 +72,8 @@ def hosts() -> str:
 
 def torus() -> str:
     """
-    256 ranks, by the planner. A torus of 4 × 8 × 8 is one link of it for rings and one for all-to-alls: docs/machines.md
-    has the formulas. All-to-alls come in pairs: there and back.
+    256 ranks, by the planner. A torus of 4 × 8 × 8 is one link of it for rings and one for all-to-alls, by the formulas
+    of docs/machines.md. All-to-alls come in pairs: there and back.
     """
     nvlink, ndr = LINKS["nvlink4"], LINKS["ndr"]
     lines = []
@@ -205,31 +206,28 @@ def minutes() -> str:
 
 
 RULES = (
-    ("Take the lowest stage that fits: a higher one keeps less and sends more. Stages 0 to 3 need {0[needs, GB]}, "
-     "{1[needs, GB]}, {2[needs, GB]}, {3[needs, GB]} GB, and send {0[sends within a host, GB]}, "
-     "{1[sends within a host, GB]}, {2[sends within a host, GB]}, {3[sends within a host, GB]} GB a step.",
-     "--depth=24 --gpus=8"),
-    ("Never stage 0 with Muon: every rank repeats all of its products. A step of {0[step, s]} s, on stage 1 "
-     "{2[step, s]}.", "--depth=24 --gpus=64"),
-    ("Over NVLink every stage hides. With only 2 rows stages 1 to 3 wait {1[waits, s]}, {2[waits, s]}, {3[waits, s]} s of "
-     "{3[step, s]}.", "--depth=24 --gpus=8 --device_batch_size=2"),
-    ("Over PCIe it takes rows, or stage 1, which sends once a step. The same wait {1[waits, s]}, {2[waits, s]}, "
-     "{3[waits, s]} s; 8 rows hide them again.", "--depth=24 --gpus=8 --device_batch_size=2 --link=pcie5"),
-    ("A model that fits nowhere else goes on stage 3 over all GPUs: the deeper, the better it hides. It waits "
-     "{3[waits, s]} of {3[step, s]} s, and needs {3[needs, GB]} GB, stage 1 {1[needs, GB]}.",
+    ("Take the lowest stage that fits: a higher one keeps less and sends more. Stages 0 to 3 need {0.needs}, {1.needs}, "
+     "{2.needs}, {3.needs} GB and send {0.sends}, {1.sends}, {2.sends}, {3.sends} GB a step.", "--depth=24 --gpus=8"),
+    ("With Muon never stage 0, where every rank repeats all products: a step of {0.step} s, on stage 1 {2.step}.",
+     "--depth=24 --gpus=64"),
+    ("NVLink hides every stage: with only 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, {3.waits} s of {3.step}.",
+     "--depth=24 --gpus=8 --device_batch_size=2"),
+    ("PCIe takes rows, or stage 1, which sends once a step: with 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, "
+     "{3.waits} s.", "--depth=24 --gpus=8 --device_batch_size=2 --link=pcie5"),
+    ("Deep models hide stage 3 best: it waits {3.waits} of {3.step} s, and needs {3.needs} GB, stage 1 {1.needs}.",
      "--depth=48 --gpus=8 --device_batch_size=4"),
-    ("Then recompute activations: {7[needs, GB]} GB for {6[needs, GB]}, and {7[step, s]} s for {6[step, s]}.",
+    ("If that does not fit, recompute activations: {7.needs} GB for {6.needs}, {7.step} s for {6.step}.",
      "--depth=88 --gpus=16"),
-    ("Over a few hosts share a copy among all GPUs: more of them share Muon's products. A step of {2[step, s]} s, shared "
-     "by a host {1[step, s]}.", "--depth=24 --gpus=64"),
-    ("Over many hosts share it among a part: a ring through all has too many messages. Over 256 GPUs stage 1 waits "
-     "{2[waits, s]} s, over {7[shard_size]} {7[waits, s]}.",
-     "--depth=24 --gpus=256 --device_batch_size=2 --total_batch_size=1048576"),
-    ("A link that hides nothing wants a pipeline: {7[pipeline]} stages wait {7[waits, s]} s and idle {7[bubble, s]}, one "
-     "waits {2[waits, s]}. And it wants a better link: MFU {7[MFU]}.", "--depth=32 --gpus=64 --between=eth10"),
-    ("The batch ends it: with a row for each of 512 GPUs MFU is {7[MFU]} at best. More GPUs need the axes below.",
+    ("A few hosts share one copy, and so Muon's products: {2.step} s a step, shared by a host {1.step}.",
+     "--depth=24 --gpus=64"),
+    ("Many hosts share it in parts, as a ring through all has too many messages: over 256 GPUs stage 1 waits {2.waits} "
+     "s, over {7.shards} {7.waits}.", "--depth=24 --gpus=256 --device_batch_size=2 --total_batch_size=1048576"),
+    ("A link that hides nothing wants a pipeline: {7.pipeline} stages wait {7.waits} s and idle {7.bubble}, one waits "
+     "{2.waits}. Or a better link: MFU is {7.mfu}.", "--depth=32 --gpus=64 --between=eth10"),
+    ("The batch ends it: with a row for each of 512 GPUs MFU is {7.mfu} at best.",
      "--depth=24 --gpus=512 --device_batch_size=1 --total_batch_size=1048576"),
 )
+Line = namedtuple("Line", "stage shards pipeline rows needs sends between waits bubble step mfu hours")
 
 
 def rules() -> str:
@@ -240,30 +238,32 @@ def rules() -> str:
         argv, hook = patch("sys.argv", ["plan", *settings.split()]), patch("sys.excepthook")
         with argv, hook, contextlib.redirect_stdout(printed):
             runpy.run_module("scripts.plan", run_name="__main__")
-        columns, _, *rows = (line.split(" | ") for line in printed.getvalue().splitlines() if line.startswith("|"))
-        lines.append([rule.format(*(dict(zip(columns, row)) for row in rows)), f"`python -m scripts.plan {settings}`"])
+        rows = [line.split(" | ") for line in printed.getvalue().splitlines() if line.startswith("| ")]
+        lines.append([rule.format(*itertools.starmap(Line, rows[2:])), f"`python -m scripts.plan {settings}`"])
     return markdown_table(["rule", "command"], lines)
 
 
+H100, A100 = ("H100", "nvlink4", "ndr"), ("A100", "nvlink3", "hdr")
+LLAMA = 8192, 128256, 126, 16384, 128, 128  # tokens of a row, vocabulary, layers, width, heads
+PUBLISHED = (  # name, sizes, machine, GPUs, ranks that share a layer, pipeline stages, rows of a step, MFU
+    ("Llama 3 405B", LLAMA, H100, 16384, 8, 16, 2048, "41%"),
+    ("Llama 3 405B", LLAMA, H100, 8192, 8, 16, 2048, "43%"),
+    ("Megatron 530B", (2048, 51200, 105, 20480, 128, 128), A100, 2520, 8, 35, 2520, "52%"))
+
+
 def layouts() -> str:
-    """
-    Published layouts. State of a rank: ZeRO-1 over the ranks of the same part of the model. The planner's answer is for
-    a classic model of that depth and width, with memory of 80 GiB and passes at half of the peak.
-    """
+    """The planner's answer is for a classic model of that depth and width; passes reach half of the peak."""
     lines = []
-    for name, gpu, within, between, gpus, tensor, stages, rows, reached, sizes in (
-            ("Llama 3 405B", "H100", "nvlink4", "ndr", 16384, 8, 16, 2048, "41%", (8192, 128256, 126, 16384, 128, 128)),
-            ("Llama 3 405B", "H100", "nvlink4", "ndr", 8192, 8, 16, 2048, "43%", (8192, 128256, 126, 16384, 128, 128)),
-            ("Megatron 530B", "A100", "nvlink3", "hdr", 2520, 8, 35, 2520, "52%", (2048, 51200, 105, 20480, 128, 128))):
+    for name, sizes, (gpu, *links), gpus, tensor, stages, rows, reached in PUBLISHED:
         config, peak, data = GPTConfig(*sizes), datasheet_peak(gpu), gpus // tensor // stages
-        best = fastest_layout(config, Cluster(gpus, 8, LINKS[within], LINKS[between]), peak / 2, BF16,
-                              rows * config.sequence_len, 80 * GIB)
+        batch, cluster = rows * config.sequence_len, Cluster(gpus, 8, *map(LINKS.get, links))
+        best = fastest_layout(config, cluster, peak / 2, BF16, batch, 80 * GIB)
         answer = f"none: {rows / gpus:g} rows for each"
         if best:
-            flops = rows * config.sequence_len * shaped(config).estimate_flops()
-            answer = f"stage {best[0].zero_stage} over {best[0].shards:,}: {flops / gpus / best[1].seconds / peak:.0%}"
-        kept = sum(state_bytes(1, data, BF16, sum(split_into_stages(config)[0].units), 0)) / tensor / stages
-        lines.append([name, f"{gpus:,} {gpu}", f"{tensor} × {stages} × {data}", f"{rows:,}", f"{kept / 1e9:.1f}",
+            mfu = batch * shaped(config).estimate_flops() / (gpus * best[1].seconds * peak)
+            answer = f"stage {best[0].zero_stage} over {best[0].shards:,}: {mfu:.0%}"
+        kept = sum(state_bytes(1, data, BF16, sum(split_into_stages(config)[0].units) / tensor / stages, 0)) / 1e9
+        lines.append([name, f"{gpus:,} {gpu}", f"{tensor} × {stages} × {data}", f"{rows:,}", f"{kept:.1f}",
                       f"{(stages - 1) / (rows / data + stages - 1):.0%}", reached, answer])
     return markdown_table(["model", "GPUs", "tensor × pipeline × data", "rows", "state, GB", "bubble of 1F1B", "MFU",
                            "the planner's: MFU"], lines)
