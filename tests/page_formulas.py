@@ -11,6 +11,7 @@ import math
 import runpy
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
@@ -206,8 +207,8 @@ def minutes() -> str:
 
 
 RULES = (
-    ("Take the lowest stage that fits: a higher one keeps less and sends more. Stages 0 to 3 need {0.needs}, {1.needs}, "
-     "{2.needs}, {3.needs} GB and send {0.sends}, {1.sends}, {2.sends}, {3.sends} GB a step.", "--depth=24 --gpus=8"),
+    ("Take the lowest stage that fits: each keeps less and sends more. Stages 0 to 3 need {0.needs}, {1.needs}, "
+     "{2.needs}, {3.needs} GB, and send {0.sends}, {1.sends}, {2.sends}, {3.sends} a step.", "--depth=24 --gpus=8"),
     ("With Muon never stage 0, where every rank repeats all products: a step of {0.step} s, on stage 1 {2.step}.",
      "--depth=24 --gpus=64"),
     ("NVLink hides every stage: with only 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, {3.waits} s of {3.step}.",
@@ -274,18 +275,18 @@ FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, torus
             "rules.md": (rules, layouts)}
 
 
-def blocks(write: bool = False) -> dict[str, tuple[PageBlock, str]]:
-    """By name: each block, and the text that belongs there."""
+def blocks(write: bool = False) -> dict[str, tuple[PageBlock, Callable[[], str]]]:
+    """By name: each block, and what makes the text that belongs there."""
     found = {}
     for page, formulas in FORMULAS.items():
         for formula in formulas:
             name = formula.__name__
-            found[name] = PageBlock(page, f"tests.page_formulas {name}", write), formula()
+            found[name] = PageBlock(page, f"tests.page_formulas {name}", write), formula
     return found
 
 
 if __name__ == "__main__":
     names = {word for word in sys.argv[1:] if word != "--write"}
-    for name, (block, text) in blocks("--write" in sys.argv).items():
+    for name, (block, formula) in blocks("--write" in sys.argv).items():
         if not names or name in names:
-            block.show(text)
+            block.show(formula())

@@ -177,8 +177,8 @@ def test_a_program_that_left_is_in_the_commit_that_the_page_names():
 
 
 def test_text_that_a_formula_makes_is_what_it_makes(tmp_path):
-    for block, text in page_formulas.blocks().values():
-        assert block.find()[1] == text, f"docs/{block.path.name}: {block.mark}"
+    for block, formula in page_formulas.blocks().values():
+        assert block.find()[1] == formula(), f"docs/{block.path.name}: {block.mark}"
     # Of bench.many_gpus a part: the largest models take half a minute.
     command = [warm_python(), "-m", "bench.many_gpus", "--most_gpus=32"]  # its picture comes into this folder
     environment = os.environ | {"PYTHONPATH": str(REPO)}
