@@ -207,8 +207,8 @@ def minutes() -> str:
 
 
 RULES = (
-    ("Take the lowest stage that fits: each keeps less and sends more. Stages 0 to 3 need {0.needs}, {1.needs}, "
-     "{2.needs}, {3.needs} GB, and send {0.sends}, {1.sends}, {2.sends}, {3.sends} a step.", "--depth=24 --gpus=8"),
+    ("Take the lowest of stages 1 to 3 that fits: each keeps less and sends more. They need {1.needs}, {2.needs}, "
+     "{3.needs} GB, and send {1.sends}, {2.sends}, {3.sends} a step.", "--depth=24 --gpus=8"),
     ("With Muon never stage 0, where every rank repeats all products: a step of {0.step} s, on stage 1 {2.step}.",
      "--depth=24 --gpus=64"),
     ("NVLink hides every stage: with only 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, {3.waits} s of {3.step}.",
@@ -263,11 +263,11 @@ def layouts() -> str:
         if best:
             mfu = batch * shaped(config).estimate_flops() / (gpus * best[1].seconds * peak)
             answer = f"stage {best[0].zero_stage} over {best[0].shards:,}: {mfu:.0%}"
-        kept = sum(state_bytes(1, data, BF16, sum(split_into_stages(config)[0].units) / tensor / stages, 0)) / 1e9
-        lines.append([name, f"{gpus:,} {gpu}", f"{tensor} × {stages} × {data}", f"{rows:,}", f"{kept:.1f}",
-                      f"{(stages - 1) / (rows / data + stages - 1):.0%}", reached, answer])
-    return markdown_table(["model", "GPUs", "tensor × pipeline × data", "rows", "state, GB", "bubble of 1F1B", "MFU",
-                           "the planner's: MFU"], lines)
+        bubble = (stages - 1) / (rows / data + stages - 1)
+        lines.append([name, f"{gpus:,} {gpu}", f"{tensor} × {stages} × {data}", f"{rows:,}", f"{bubble:.0%}", reached,
+                      answer])
+    columns = ["model", "GPUs", "tensor × pipeline × data", "rows", "bubble of 1F1B", "MFU", "the planner's: MFU"]
+    return markdown_table(columns, lines)
 
 
 FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, torus, hosts), "zero.md": (ranks_64,),
