@@ -241,7 +241,7 @@ def rules() -> str:
             runpy.run_module("scripts.plan", run_name="__main__")
         rows = [line.split(" | ") for line in printed.getvalue().splitlines() if line.startswith("| ")]
         lines.append([rule.format(*itertools.starmap(Line, rows[2:])), f"`python -m scripts.plan {settings}`"])
-    return markdown_table(["rule", "command"], lines)
+    return markdown_table(["rule", "command"], lines, range(2))
 
 
 H100, A100 = ("H100", "nvlink4", "ndr"), ("A100", "nvlink3", "hdr")
