@@ -54,23 +54,6 @@ def links() -> str:
                            "rows, modern: stage 2", "stage 3"], lines)
 
 
-def hosts() -> str:
-    lines = []
-    cluster = Cluster(8, 4, LINKS["nvlink4"], LINKS["ndr"])
-    for stage in (1, 2, 3):
-        line = []
-        for shards in (8, 4):
-            within = between = 0.0
-            for c in collectives(stage, shards, 8 // shards, 4, BF16, 1, 0, 0):
-                sent = cluster.sent(c)
-                within += c.times * sent.within
-                between += c.times * sent.between
-            line += [sum(state_bytes(stage, shards, BF16, 1, 0)), within, between]
-        lines.append([stage, *(f"{n:.2f}" for n in line)])
-    return markdown_table(["stage", "all 8 ranks: keeps", "sends within", "between", "shard_size=4: keeps",
-                           "sends within", "between"], lines)
-
-
 def torus() -> str:
     """
     256 ranks, by the planner. A torus of 4 × 8 × 8 is one link of it for rings and one for all-to-alls, by the formulas
@@ -90,6 +73,23 @@ def torus() -> str:
         lines.append(line)
     columns = ["milliseconds", "all-gather, in a ring: 1 GB", "1 MB", "two all-to-alls: 1 GB", "1 MB"]
     return markdown_table(columns, lines)
+
+
+def hosts() -> str:
+    lines = []
+    cluster = Cluster(8, 4, LINKS["nvlink4"], LINKS["ndr"])
+    for stage in (1, 2, 3):
+        line = []
+        for shards in (8, 4):
+            within = between = 0.0
+            for c in collectives(stage, shards, 8 // shards, 4, BF16, 1, 0, 0):
+                sent = cluster.sent(c)
+                within += c.times * sent.within
+                between += c.times * sent.between
+            line += [sum(state_bytes(stage, shards, BF16, 1, 0)), within, between]
+        lines.append([stage, *(f"{n:.2f}" for n in line)])
+    return markdown_table(["stage", "all 8 ranks: keeps", "sends within", "between", "shard_size=4: keeps",
+                           "sends within", "between"], lines)
 
 
 def ranks_64() -> str:
