@@ -56,12 +56,12 @@ def timed_step() -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-# ---- A step's time, then where it goes: the rate of a large product before and after, for a machine that drifts
+# ---- A step's time, then where it goes
 for _ in range(2):
     timed_step()
 rate = measured_matmul_flops(device, torch.float32)
 computing, updating = map(statistics.median, zip(*(timed_step() for _ in range(steps))))
-rate, step_time = max(rate, measured_matmul_flops(device, torch.float32)), computing + updating
+step_time = computing + updating
 with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
     for _ in range(steps):
         gradient()

@@ -1,10 +1,11 @@
-"""Data parallelism in ten lines, and the ways in which it goes wrong. bench.data_parallel makes a table of it."""
+"""Data parallelism in ten lines, and the ways in which it goes wrong. bench.parallel makes a table of it."""
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
+from nanochat.runtime.collectives import rank_and_size
 
 CONFIG = GPTConfig(sequence_len=32, vocab_size=768, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
 ROWS = 8            # of a step, over all ranks and micro-steps
@@ -13,15 +14,20 @@ STEPS = 5
 CLIP = 0.3          # largest norm of the gradient, in the variant that clips
 OPTIMIZERS = {"SGD": (torch.optim.SGD, 0.1), "AdamW": (torch.optim.AdamW, 0.003)}  # with their rates
 VARIANTS = {
-    "right": "averaged, after the last micro-step",
-    "apart": "not averaged at all",
-    "sum": "summed, not averaged",
-    "clip": "clipped by each rank's own norm, then averaged",
-    "twice": "what has accumulated is summed in every micro-step, divided once",
-    "rows": "every rank reads the same rows",
-    "seed": "every rank draws its own weights",
-    "means": "means over unequal numbers of targets averaged",
+    "averaged, after the last micro-step": "right",
+    "not averaged at all": "apart",
+    "summed, not averaged": "sum",
+    "clipped by each rank's own norm, then averaged": "clip",
+    "what has accumulated is summed in every micro-step, divided once": "twice",
+    "every rank reads the same rows": "rows",
+    "every rank draws its own weights": "seed",
+    "means over unequal numbers of targets averaged": "means",
+    "not divided by the micro-steps": "undivided",
+    "cleared before each micro-step: only the last one counts": "last",
+    "never cleared": "never",
 }
+REFERENCES = {"clip": "clip", "means": "masked"}  # of one rank with all rows; of the other variants "right"
+COLUMNS = [f"{kind}: {what}" for kind in OPTIMIZERS for what in ("off", "ranks apart")]
 
 
 def batch(step: int, masked: bool) -> tuple[Tensor, Tensor]:
@@ -56,10 +62,12 @@ def train(rank: int, ranks: int, variant: str, kind: str, steps: int = STEPS) ->
         for micro_step in range(MICRO_STEPS):
             start = (first * MICRO_STEPS + micro_step) * share
             x, y = inputs[start : start + share], targets[start : start + share]
+            if variant == "last":
+                optimizer.zero_grad()
             if variant == "masked":  # one rank's reference for unequal numbers: the sum over all targets, divided once
                 loss = model(x, y, reduction="sum") / (targets >= 0).sum()
             else:
-                loss = model(x, y) / MICRO_STEPS
+                loss = model(x, y) / (1 if variant == "undivided" else MICRO_STEPS)
             loss.backward()
             if variant == "twice":
                 all_reduce(ranks if micro_step == MICRO_STEPS - 1 else 1)
@@ -68,25 +76,23 @@ def train(rank: int, ranks: int, variant: str, kind: str, steps: int = STEPS) ->
         if ranks > 1 and variant not in ("apart", "twice"):
             all_reduce(1 if variant == "sum" else ranks)
         optimizer.step()
-        optimizer.zero_grad()
+        if variant != "never":
+            optimizer.zero_grad()
     return torch.cat([p.detach().flatten() for p in params])
 
 
-def distances(rank: int, ranks: int, kind: str) -> dict[str, tuple[float, float]]:
+def measure(name: str) -> list[float]:
     """
-    {variant: distance of this rank's weights from one rank's with all rows, and from another rank's}, in units of the
-    distance that training went.
+    The COLUMNS: distance of this rank's weights from one rank's with all rows, and the largest from another rank's, in
+    units of the distance that training went.
     """
-    start = train(0, 1, "right", kind, steps=0)
-    right = train(0, 1, "right", kind)
-    references = {"means": train(0, 1, "masked", kind), "clip": train(0, 1, "clip", kind)}
-    result = {}
-    for variant in VARIANTS:
-        goal = references.get(variant, right)
+    rank, ranks = rank_and_size()
+    variant, found = VARIANTS[name], []
+    for kind in OPTIMIZERS:
+        goal = train(0, 1, REFERENCES.get(variant, "right"), kind)
         mine = train(rank, ranks, variant, kind)
         others = [torch.empty_like(mine) for _ in range(ranks)]
         dist.all_gather(others, mine)
-        apart = max((mine - other).norm() for other in others)
-        way = (goal - start).norm()
-        result[variant] = (((mine - goal).norm() / way).item(), (apart / way).item())
-    return result
+        way = (goal - train(0, 1, "right", kind, steps=0)).norm()
+        found += [(mine - goal).norm() / way, max((mine - other).norm() for other in others) / way]
+    return [number.item() for number in found]

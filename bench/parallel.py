@@ -1,31 +1,32 @@
 """
-Models cut over ranks, beside one rank, and ways in which that goes wrong: the tables of docs/tensor_parallel.md, and of
-the stage 3 to be read in docs/zero.md.
+Models trained or cut over ranks, beside one rank, and ways in which that goes wrong: the tables of
+docs/data_parallel.md, docs/tensor_parallel.md, and of the stage 3 to be read in docs/zero.md.
 
-    python -m bench.parallel --idea=tensor --write    # without --write it is only printed
+    python -m bench.parallel --idea=data --write    # without --write it is only printed
 """
 from typing import Literal
 
 from configurator import configure
 
-idea: Literal["tensor", "context", "experts", "stage3"] = "tensor"  # tensor: and sequence
-ranks: Literal[2, 4] = 4   # to start, on this machine
+idea: Literal["data", "tensor", "context", "experts", "stage3"] = "data"  # tensor: and sequence
+ranks: Literal[2, 4] = 4    # to start, on this machine
 write = False               # put the table into the page
 configure(globals())
 
-from bench import context, experts, stage3, tensor
+from bench import context, experts, naive, stage3, tensor
 from bench.harness import PageBlock, on_ranks
 from nanochat.runtime.tables import cell, markdown_table
 
-block = PageBlock("zero.md" if idea == "stage3" else "tensor_parallel.md", f"bench.parallel --idea={idea}", write)
+block = PageBlock({"data": "data_parallel.md", "stage3": "zero.md"}.get(idea, "tensor_parallel.md"),
+                  f"bench.parallel --idea={idea}", write)
 
-module = {"tensor": tensor, "context": context, "experts": experts, "stage3": stage3}[idea]
+module = {"data": naive, "tensor": tensor, "context": context, "experts": experts, "stage3": stage3}[idea]
 
 
 def measure_all(rank: int, ranks: int) -> list[list]:
     return [[variant, *map(cell, module.measure(variant))] for variant in module.VARIANTS]
 
 
-columns = stage3.COLUMNS if idea == "stage3" else tensor.COLUMNS
-table = markdown_table(["how", *columns], on_ranks(ranks, measure_all))
-block.show(f"{table}\n\nOn {ranks} ranks; in bytes.")
+columns = getattr(module, "COLUMNS", tensor.COLUMNS)
+end = "." if idea == "data" else "; in bytes."
+block.show(f"{markdown_table(['how', *columns], on_ranks(ranks, measure_all))}\n\nOn {ranks} ranks{end}")

@@ -1,4 +1,4 @@
-"""The runs of a series that have ended, and the depth that fits a FLOP budget best. bench.scaling shows them."""
+"""The runs of a series that have ended, and the size that fits a FLOP budget best. bench.scaling shows them."""
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +22,6 @@ class Run(NamedTuple):
     tokens: int
     flops: float
     bpb: float
-
-
-class Optimum(NamedTuple):
-    """The lowest point of the parabola through a budget's runs; curvature in bits per byte per squared octave."""
-
-    depth: float
-    bpb: float
-    curvature: float
 
 
 def read_run(folder: Path) -> Run | None:
@@ -61,21 +53,16 @@ def read_series(series: str) -> list[Run]:
     return sorted(found, key=lambda run: (run.budget, run.depth))
 
 
-def fit(depths: list[float], scores: list[float]) -> Optimum | None:
+def fit(sizes: list[int], scores: list[float]) -> tuple[float, float] | None:
     """
-    Least-squares parabola of bits per byte in the logarithm of depth, as in approach 2 of Hoffmann et al. 2022,
-    arXiv:2203.15556 (there of parameters). None for fewer than three depths, and where it has no lowest point.
+    (parameters, bits per byte) of the lowest point of the least-squares parabola in the logarithm of the parameters:
+    approach 2 of Hoffmann et al. 2022, arXiv:2203.15556. None for fewer than three sizes, and where it has no lowest
+    point.
     """
-    if len(set(depths)) < 3:
+    if len(set(sizes)) < 3:
         return None
-    a, b, c = np.polyfit(np.log2(depths), scores, 2)
-    return Optimum(float(2 ** (-b / (2 * a))), float(c - b * b / (4 * a)), float(a)) if a > 0 else None
-
-
-def parameters_at(depth: float, runs: list[Run]) -> float:
-    """Parameters of a model of this depth, which need not be whole: between those of the runs, in logarithms."""
-    sizes = dict(sorted((run.depth, run.parameters) for run in runs))
-    return float(2 ** np.interp(np.log2(depth), np.log2(list(sizes)), np.log2(list(sizes.values()))))
+    a, b, c = np.polyfit(np.log2(sizes), scores, 2)
+    return (float(2 ** (-b / (2 * a))), float(c - b * b / (4 * a))) if a > 0 else None
 
 
 def exponent(budgets: list[float], sizes: list[float]) -> float | None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.memory import split_into_stages, state_bytes
-from nanochat.plan.step_trial import set_up_training
+from nanochat.plan.step_trial import set_up_training, train_step
 from nanochat.plan.traffic import collectives
 from nanochat.runtime.collectives import gather_objects
 
@@ -111,6 +111,19 @@ class Watch(Sent):
         # Stage 3 has none of them.
         self.buckets = getattr(self.sharding, "buckets", [])
         self.sending = getattr(self.sharding, "in_flight", ())
+        self.passes = 0  # forward passes of this optimizer step
+        self.memory: dict[str, int] = {}
+        self.model.register_forward_pre_hook(self.between, prepend=True)
+        self.whole = 0  # most bytes of whole gradients at any moment of a backward pass; on stage 3 not looked at
+        for p in self.model.parameters():
+            p.register_post_accumulate_grad_hook(self.look)
+
+    def look(self, _: Tensor) -> None:
+        """Stages 0 to 2: what parameters have, and what is being sent."""
+        if self.buckets:
+            sending = [whole for *_, whole, _ in self.sending]
+            found = storages([*(p.grad for p in self.model.parameters()), *sending])
+            self.whole = max(self.whole, sum(found.values()))
 
     def in_flight(self) -> list[Tensor | None]:
         """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""
@@ -153,22 +166,12 @@ class Watch(Sent):
             seen |= new
         return result
 
-    def train_step(self, rows: Tensor, micro_steps: int) -> dict[str, int]:
-        """One optimizer step as in scripts/base_train.py. Returns the census of a pause between micro-steps, if any."""
-        memory = {}
-        for micro_step in range(micro_steps):
-            with self.sharding.accumulate(last=micro_step == micro_steps - 1):
-                loss = self.model(rows[:, :-1], rows[:, 1:])
-                (loss / micro_steps).backward()
-            if micro_step == 1 < micro_steps - 1:  # after the first, stage 2 has not yet received all that it will keep
-                gc.collect()
-                memory = self.census()
-        stats = self.sharding.reduce_and_clip(loss)
-        for optimizer in self.optimizers:
-            optimizer.step(stats)
-        self.sharding.all_gather_params()
-        self.sharding.wait_for_params()  # base_train leaves that to the next forward pass
-        return memory
+    def between(self, *_) -> None:
+        """Before a forward pass: a census after the second micro-step, as stage 2 has received all it will keep."""
+        self.passes += 1
+        if self.passes == 3:
+            gc.collect()
+            self.memory = self.census()
 
 
 def forget_the_past() -> None:
@@ -180,18 +183,19 @@ def forget_the_past() -> None:
 def measure(watch: Watch) -> dict:
     """
     On this rank, in bytes: {"memory": census between micro-steps, "sent": for each of MICRO_STEPS what this rank sent
-    in an optimizer step}.
+    in an optimizer step, "whole": most bytes of whole gradients during a backward pass}.
     """
     config = watch.model.config
     generator = torch.Generator().manual_seed(watch.rank)
     rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=generator)
     sent = []
     for micro_steps in MICRO_STEPS:
-        watch.sent = 0.0
+        watch.sent, watch.passes = 0.0, 0
         with watch:
-            memory = watch.train_step(rows, micro_steps)
+            train_step(watch.model, watch.sharding, watch.optimizers, rows, micro_steps)
+            watch.sharding.wait_for_params()  # base_train leaves that to the next forward pass
         sent.append(watch.sent)
-    return {"memory": memory, "sent": sent}
+    return {"memory": watch.memory, "sent": sent, "whole": watch.whole}
 
 
 def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[dict]:
@@ -207,6 +211,7 @@ def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[di
         results.append({
             "stage": stage,
             "memory": {part: max(r["memory"][part] for r in per_rank) for part in per_rank[0]["memory"]},
+            "whole": max(r["whole"] for r in per_rank),
             "sent": [sum(sent) / ranks for sent in zip(*(r["sent"] for r in per_rank))],
             "expected sent": [sent_bytes(stage, ranks, m, kind, *counts) for m in MICRO_STEPS],
             "expected": state_bytes(stage, ranks, kind, adamw, muon)._asdict(),

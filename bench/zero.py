@@ -22,7 +22,8 @@ from nanochat.runtime.tables import markdown_table
 block = PageBlock("zero.md", "bench.zero", write)
 
 # With a vocabulary of 12 times the width every unit is as large as every other; few tokens: only parameters matter.
-CONFIG = GPTConfig(sequence_len=32, vocab_size=12 * 128, n_layer=12, n_embd=128, n_head=2, n_kv_head=2)
+CONFIG = GPTConfig(sequence_len=32, vocab_size=12 * 128, n_layer=10, n_embd=128, n_head=2, n_kv_head=2)
+UNIT = 4 * 12 * 128**2      # bytes of a unit's gradients in float32
 
 
 def beside(measured: float, formula: float) -> str:
@@ -32,10 +33,12 @@ def beside(measured: float, formula: float) -> str:
 lines = []
 for count in map(int, ranks.split(",")):
     for r in on_ranks(count, measure_all, CONFIG, dtype):
+        whole = f"{r['whole'] / UNIT:.1f}" if r["stage"] < 3 else ""
         kept = [beside(r["memory"][part], r["expected"][part]) for part in KEPT]
-        lines.append([r["stage"], count, *kept, *map(beside, r["sent"], r["expected sent"])])
+        lines.append([r["stage"], count, *kept, whole, *map(beside, r["sent"], r["expected sent"])])
 lines.sort()
-columns = ["stage", "ranks", *KEPT, "sent, 1 micro-step", "sent, 4 micro-steps"]
+columns = ["stage", "ranks", *KEPT, "whole gradients, units", "sent, 1 micro-step", "sent, 4 micro-steps"]
 block.show(
     f"{markdown_table(columns, lines)}\n\nMB per rank, measured / formula: between two micro-steps of {dtype} on the "
-    f"fullest rank, and sent in one optimizer step. {CONFIG.n_layer + 2} units of {12 * 128 * 128:,} parameters.")
+    f"fullest rank, and sent in one optimizer step. {CONFIG.n_layer + 2} units of {UNIT // 4:,} parameters. *Whole "
+    "gradients*: the most at any moment of a backward pass, as units in float32.")

@@ -4,8 +4,6 @@ What formulas alone say on the pages, each between marks. test_runs.py compares 
     python -m tests.page_formulas                  # prints all of it
     python -m tests.page_formulas links --write    # puts a block into its page; without a name all
 """
-import contextlib
-import io
 import itertools
 import math
 import runpy
@@ -14,11 +12,15 @@ from collections import namedtuple
 from collections.abc import Callable
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from bench.harness import PageBlock
+from nanochat.data.batch_shape import BatchShape
+from nanochat.data.dataloader import batches_on_host
 from nanochat.model.fp8 import MIN_WIDTH
-from nanochat.model.gpt_config import GPTConfig, config_from_depth
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim.muon import orthogonalize
 from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
 from nanochat.plan.machines import LINKS, Cluster, Layout, Link, fastest_layout, plan_step
 from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
@@ -92,14 +94,52 @@ def hosts() -> str:
                            "sends within", "between"], lines)
 
 
-def ranks_64() -> str:
-    lines = []
+def example() -> str:
+    counts, lines = (1, 4, 16, 64, 256, 1024), []
     for stage, paper in enumerate((16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64)):  # arXiv:1910.02054, figure 1
-        ours = [sum(state_bytes(stage, 64, d, *n)) for d in (BF16, torch.float32) for n in ((1, 0), (0, 1))]
-        cells = [f"{n:.4g}" for n in (*ours, paper)]
-        lines.append([stage, *cells, f"{7.5 * paper:.1f}", f"{7.5 * ours[0]:.1f}"])
-    return markdown_table(["stage", "bfloat16: AdamW", "Muon", "float32: AdamW", "Muon", "paper",
-                           "7.5 billion, GB: paper", "here, AdamW"], lines)
+        ours = [7.5 * sum(state_bytes(stage, ranks, BF16, 1, 0)) for ranks in counts]
+        lines.append([stage, *(f"{n:.1f}" for n in (*ours, 7.5 * paper))])
+    return markdown_table(["stage", "1 rank", *counts[1:], "paper, 64"], lines)
+
+
+class NumberedRows:
+    """For the loader, instead of a text: every token of row n is n."""
+
+    def __init__(self):
+        self.rows = itertools.count()
+
+    def state(self) -> dict:
+        return {}
+
+    def next_row(self) -> int:
+        return next(self.rows)
+
+    def read(self, rows: list[int], device_batch_size: int) -> np.ndarray:
+        return np.array(rows)[:, None].repeat(2, axis=1)
+
+
+def rows() -> str:
+    lines = []
+    for ranks, micro_steps, size in ((1, 1, 8), (1, 2, 4), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 1)):
+        line = []
+        for rank in range(ranks):
+            loader = batches_on_host(NumberedRows(), BatchShape(size, 1, rank, ranks), 8, 10**6)
+            batches = [next(loader).inputs.flatten().tolist() for _ in range(micro_steps)]
+            line.append(" / ".join(" ".join(map(str, batch)) for batch in batches))
+        lines.append([f"{ranks} × {micro_steps} × {size}", *line, *[""] * (4 - ranks)])
+    return markdown_table(["ranks × micro-steps × rows", *(f"rank {rank}" for rank in range(4))], lines, range(5))
+
+
+def orthogonal() -> str:
+    values = 3.0, 0.3, -0.03, 0.0
+    matrix = torch.diag(torch.tensor(values))
+    lines = []
+    for name, gradient in (("a vector", torch.tensor([values])), ("four scalars", matrix.sum(0).view(4, 1, 1)),
+                           ("a diagonal matrix", matrix)):
+        update = orthogonalize(gradient)
+        numbers = update.diagonal() if name == "a diagonal matrix" else update.flatten()
+        lines.append([name, ", ".join(f"{n:g}" for n in values), ", ".join(f"{n + 0.0:.2f}" for n in numbers.tolist())])
+    return markdown_table(["gradient", "its numbers", "of the update"], lines, range(3))
 
 
 def mfu() -> str:
@@ -206,29 +246,9 @@ def minutes() -> str:
                            "1 × RTX 4090"], lines)
 
 
-RULES = (
-    ("Take the lowest of stages 1 to 3 that fits: each keeps less and sends more. They need {1.needs}, {2.needs}, "
-     "{3.needs} GB, and send {1.sends}, {2.sends}, {3.sends} a step.", "--depth=24 --gpus=8"),
-    ("With Muon never stage 0, where every rank repeats all products: a step of {0.step} s, on stage 1 {2.step}.",
-     "--depth=24 --gpus=64"),
-    ("NVLink hides every stage: with only 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, {3.waits} s of {3.step}.",
-     "--depth=24 --gpus=8 --device_batch_size=2"),
-    ("PCIe takes rows, or stage 1, which sends once a step: with 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, "
-     "{3.waits} s.", "--depth=24 --gpus=8 --device_batch_size=2 --link=pcie5"),
-    ("Deep models hide stage 3 best: it waits {3.waits} of {3.step} s, and needs {3.needs} GB, stage 1 {1.needs}.",
-     "--depth=48 --gpus=8 --device_batch_size=4"),
-    ("If that does not fit, recompute activations: {7.needs} GB for {6.needs}, {7.step} s for {6.step}.",
-     "--depth=88 --gpus=16"),
-    ("A few hosts share one copy, and so Muon's products: {2.step} s a step, shared by a host {1.step}.",
-     "--depth=24 --gpus=64"),
-    ("Many hosts share it in parts, as a ring through all has too many messages: over 256 GPUs stage 1 waits {2.waits} "
-     "s, over {7.shards} {7.waits}.", "--depth=24 --gpus=256 --device_batch_size=2 --total_batch_size=1048576"),
-    ("A link that hides nothing wants a pipeline: {7.pipeline} stages wait {7.waits} s and idle {7.bubble}, one waits "
-     "{2.waits}. Or a better link: MFU is {7.mfu}.", "--depth=32 --gpus=64 --between=eth10"),
-    ("The batch ends it: with a row for each of 512 GPUs MFU is {7.mfu} at best.",
-     "--depth=24 --gpus=512 --device_batch_size=1 --total_batch_size=1048576"),
-)
-Line = namedtuple("Line", "stage shards pipeline rows needs sends between waits bubble step mfu hours")
+FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, hosts), "zero.md": (example,),
+            "two_loops.md": (rows,), "ablations.md": (orthogonal,),
+            "memory.md": (mfu, fits), "pipeline.md": (streams,)}
 
 
 def rules() -> str:
