@@ -46,5 +46,5 @@ def measure(rank: int, ranks: int, device: torch.device) -> list[list[str]]:
 rank, ranks, device = compute_init("")
 lines = measure(rank, ranks, device) if ranks > 1 else on_ranks(2, measure, torch.device("cpu"))
 if rank == 0:
-    block.show(markdown_table(["bytes", "µs", "GB/s"], lines, words=()))
+    block.show(markdown_table(["bytes", "µs", "GB/s"], lines))
 compute_cleanup()

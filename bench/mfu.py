@@ -88,6 +88,6 @@ lines = [[name, f"{flops / counted:.0%}", f"{1e3 * seconds:.0f}", f"{seconds / s
 block.show(
     f"{markdown_table(['part', 'FLOPs counted', 'ms', 'of the step', 'GFLOP/s', 'of the GEMM rate'], lines)}\n\n"
      f"Depth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {max_seq_len} tokens: "
-     f"{inputs.numel() / step_time:,.0f} tok/s in float32, {'compiled' if compiling else 'not compiled'}, "
+     f"{inputs.numel() / step_time:,.0f} tok/s in float32, compiled: {compiling}, "
      f"{torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and backward "
      "pass are their shares under the profiler; the last figure is the MFU.")

@@ -31,12 +31,11 @@ for budget, runs in itertools.groupby(read_series(series), key=lambda run: run.b
     best = fit(sizes, scores) if budget else None
     if best is not None:
         size, bpb = best
-        notes += f"\n\n{budget:.2e} FLOPs: the parabola is lowest at {size:,.0f} parameters, {bpb:.4f} bits per byte"
+        place = "outside of the sizes that were tried"
         if sizes[0] <= size <= sizes[-1]:
             best_sizes[budget] = size
-            notes += "."
-        else:
-            notes += ", outside of the sizes that were tried: no more than a direction."
+            place = f"at {size:,.0f} parameters, with {bpb:.4f} bits per byte"
+        notes += f"\n\n{budget:.2e} FLOPs: the parabola is lowest {place}."
 a = exponent(list(best_sizes), list(best_sizes.values()))
 if a is not None:
     notes += f"\n\nOver {len(best_sizes)} budgets the best size grows as FLOPs^{a:.2f}, so tokens as FLOPs^{1 - a:.2f}."

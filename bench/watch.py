@@ -174,12 +174,6 @@ class Watch(Sent):
             self.memory = self.census()
 
 
-def forget_the_past() -> None:
-    """What is alive by now is not looked through by a later census."""
-    gc.collect()
-    gc.freeze()
-
-
 def measure(watch: Watch) -> dict:
     """
     On this rank, in bytes: {"memory": census between micro-steps, "sent": for each of MICRO_STEPS what this rank sent
@@ -205,7 +199,8 @@ def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[di
     adamw, muon = model.adamw, model.muon
     counts = adamw + muon, muon, config.padded_vocab_size * config.n_embd
     for stage in STAGES:
-        forget_the_past()
+        gc.collect()
+        gc.freeze()  # a later census does not look through what is alive by now
         per_rank = gather_objects(measure(Watch(rank, ranks, config, stage, dtype)))
         kind = getattr(torch, dtype)
         results.append({
