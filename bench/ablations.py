@@ -3,14 +3,14 @@ What a piece of the architecture or a setting is worth: runs in pairs, with the 
 which one has a change. docs/ablations.md tells what came out. A run that has ended is not run again, one that was
 stopped goes on; after a change of the code remove base_checkpoints/pair-*.
 
-    python -m bench.ablations --changes="--arch=classic,smear=True; --warmdown_ratio=0.65"
+    python -m bench.ablations --changes="--arch=classic,smear=True + --warmdown_ratio=0.65"
 """
 from configurator import configure
 
 data = "python"             # data set
 base = """--arch=classic --depth=4 --max_seq_len=512 --device_batch_size=8 --total_batch_size=4096 --num_iterations=150
           --eval_every=1000000 --sample_every=-1"""
-changes = "--arch=modern"   # flags of base_train, which replace those of base; several changes are separated by ;
+changes = "--arch=modern"   # flags of base_train, which replace those of base; several changes are separated by " + "
 seeds = 3                   # [2..] runs of each
 configure(globals())
 
@@ -41,7 +41,7 @@ def result(change: str, seed: int) -> tuple[float, float]:
 
 
 lines = []
-for change in changes.split(";"):
+for change in changes.split(" + "):
     pairs = [(result("", seed), result(change, seed)) for seed in range(seeds)]
     differences = [changed[0] - plain[0] for plain, changed in pairs]
     error = statistics.stdev(differences) / seeds**0.5

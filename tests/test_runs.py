@@ -189,6 +189,22 @@ def test_text_that_a_formula_makes_is_what_it_makes(tmp_path):
     assert len(printed) > 30 and [line for line in printed if line not in lines] == []
 
 
+def test_short_runs_and_bubbles_are_those_of_the_pages():
+    """Of bench.loops two lines; losses within what another processor's rounding changes. Bubbles near the formula."""
+    def numbers(line: str) -> list[float]:
+        return [float(word.strip("%").replace(",", "")) for word in line.strip("| ").split(" | ")[1:]]
+
+    for page, idea, only in (("ablations.md", "optimizers", "Muon 0.04"), ("two_loops.md", "batch", "64")):
+        result = run_module("bench.loops", f"--idea={idea}", f"--only={only}")
+        lines = PageBlock(page, f"bench.loops --idea={idea}", write=False).find()[1].splitlines()
+        printed, line = ([line for line in text if line.startswith(f"| {only} ")] for text in
+                         (result.stdout.splitlines(), lines))
+        assert numbers(printed[0]) == pytest.approx(numbers(line[0]), rel=0.1), result.stderr
+    for line in PageBlock("pipeline.md", "bench.pipeline", write=False).find()[1].splitlines()[2:]:
+        _, formula, measured = numbers(line)
+        assert formula - 2 < measured < formula + 6
+
+
 WRITING = sorted(path.stem for path in REPO.glob("bench/*.py") if "\nwrite = False" in path.read_text(encoding="utf-8"))
 ENDS_WHEN_FOUND = """
 import runpy, sys
