@@ -67,8 +67,6 @@ def training(kind: str, rate: float, rows: int, scale: float = 1.0) -> Iterator[
         train_step(model, sharding, (adamw, matrices), tokens, micro_steps=1)
 
 
-# ---- The lines of a table
-
 def optimizers(name: str) -> list:
     kind, rate = name.split()
     run = training(kind, float(rate), ROWS)
