@@ -11,7 +11,7 @@ from typing import Literal
 
 from configurator import configure
 
-part: Literal["all", "attention", "products", "steps"] = "all"
+part: Literal["all", "attention", "products", "steps", "overlap"] = "all"
 rehearse = False            # in small, on a CPU
 data = "climbmix"           # real text; made of three shards where it is missing
 depth = 22                  # [1..] layers
@@ -33,9 +33,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
+from torch.profiler import profile
 
 from bench.harness import DOCS
+from nanochat.corpus.learn_tokenizer import ensure_tokenizer
+from nanochat.corpus.make_dataset import ensure_dataset
+from nanochat.data.shard_reader import iter_texts
 from nanochat.data.tokenizer import tokenizer_dir
 from nanochat.model.attention import varlen_attention
 from nanochat.model.fp8 import product, scaled, use_fp8
@@ -75,7 +78,7 @@ def run_all() -> None:
     again = ["--model_tag=first0", f"--resume_from_step={1 if rehearse else 150}"]  # must end as that arm did
     ranks = f"--nproc_per_node={max(torch.cuda.device_count(), 1)}"
     parts += [([*BASE, *text, *again], 60),
-              (["-m", "torch.distributed.run", "--standalone", ranks, *HOUR, "--part=steps", *small], 90)]
+              (["-m", "torch.distributed.run", "--standalone", ranks, *HOUR, "--part=overlap", *small], 90)]
     page, path, ratios = "# The first minutes on a GPU\n", base_dir() / "gpu_first_hour.md", {}
     for command, limit in parts:
         began = time.perf_counter()
@@ -124,13 +127,19 @@ def rate(what: str, flops: float, function: Callable, share: float, before: floa
 # ---- Parts
 
 def attention() -> None:
-    """Each kernel forward and backward, whole and in windows; rows as one text, then cut into documents."""
-    tokens = rows * max_seq_len
-    q, k, v = (torch.randn(tokens, config.n_head, config.head_dim, device=device, dtype=dtype, requires_grad=True)
-               for _ in range(3))
-    one = torch.arange(0, tokens + 1, max_seq_len, device=device, dtype=torch.int32)
-    cuts = torch.randint(1, tokens, (tokens // 600,), device=device, dtype=torch.int32)
-    documents = torch.cat([one, cuts]).unique()
+    """Each kernel forward and backward, whole and in windows; rows as one text, then cut into documents of the data."""
+    ensure_dataset(data)
+    tokenizer, tokens = ensure_tokenizer(data), rows * max_seq_len
+    shape = rows, max_seq_len, config.n_head, config.head_dim
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    starts, place = set(range(0, tokens + 1, max_seq_len)), 0
+    one = torch.tensor(sorted(starts), device=device, dtype=torch.int32)
+    for text in iter_texts(data, "train"):
+        place += len(tokenizer.encode(text)) + 1
+        if place >= tokens:
+            break
+        starts.add(place)
+    documents = torch.tensor(sorted(starts), device=device, dtype=torch.int32)
 
     def forward() -> torch.Tensor:
         if kernel != "cuDNN":
@@ -172,8 +181,8 @@ def products() -> None:
         rate(f"{name}, 8 bits", flops, partial(product, a8, x, b8, y, dtype, True), 2 * PRODUCTS)
 
 
-def training_steps() -> None:
-    """Of two micro-steps; on all GPUs beside the estimate for all, so that what is not hidden shows."""
+def compiled_step() -> tuple:
+    """What `train_step` takes, after the step that compiles; two micro-steps."""
     model, sharding, optimizers = set_up_training(config, dtype, device)
     if fp8:
         use_fp8(model, device, rows * max_seq_len)
@@ -184,15 +193,45 @@ def training_steps() -> None:
     train_step(*arguments)
     synchronize(device)
     show("first step, which compiles: s", time.perf_counter() - began)
-    flops = 2 * rows * max_seq_len * model.estimate_flops()
-    step = step_time(config, rows, 2, ranks, gpu, fp8).seconds
+    return arguments
+
+
+def training_steps() -> None:
+    arguments = compiled_step()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    flops = 2 * rows * max_seq_len * arguments[0].estimate_flops()
+    step = step_time(config, rows, 2, 1, gpu, fp8).seconds
     seconds = rate("model", flops, lambda: train_step(*arguments), flops / step / gpu.peak)
     show("step: ms", 1e3 * seconds, 1e3 * step)
     show("MFU: %", 100 * flops / max(seconds, 1e-9) / gpu.peak)
-    memory = RankMemory(config, rows, dtype, device.type, compiling, ranks)
+    memory = RankMemory(config, rows, dtype, device.type, compiling)
     # On a CPU the process counts, too.
     bytes_ = memory.states() + max(memory.moments().values()) if device.type == "cuda" else 0
     show("peak memory: GiB", peak_memory(), bytes_ / GIB)
+    show("compiled again: graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs)
+
+
+def busy(events: list) -> float:
+    """ms in which at least one of these runs."""
+    total = until = 0.0
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        total += max(event.time_range.end - max(event.time_range.start, until), 0)
+        until = max(until, event.time_range.end)
+    return total / 1e3
+
+
+def overlap() -> None:
+    if ranks < 2:
+        print("| NCCL | needs two GPUs | - | - |")
+        return
+    arguments = compiled_step()
+    with profile() as profiler:
+        train_step(*arguments)
+        synchronize(device)
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    others = [event for event in events if "nccl" not in event.name]
+    show("NCCL in a step: ms", busy([event for event in events if "nccl" in event.name]))
+    show("of it while nothing else runs: ms", busy(events) - busy(others))
 
 
 if part == "all":
@@ -204,5 +243,5 @@ else:
     config = config_from_depth(depth, vocab_size, max_seq_len, arch="modern")
     if rank == 0:
         print(f"{gpu.name}\n\n{HEAD}")
-    {"attention": attention, "products": products, "steps": training_steps}[part]()
+    {"attention": attention, "products": products, "steps": training_steps, "overlap": overlap}[part]()
     compute_cleanup()

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from bench.harness import PageBlock, on_ranks
+from nanochat.data.batch_shape import document_offsets
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.pipeline import Pipeline
@@ -57,7 +58,7 @@ def timed_steps(rank: int, ranks: int, micro_batches: int) -> list[list[dict]]:
     for _ in range(STEPS):
         passes.clear()
         with sharding.accumulate(last=True, passes=micro_batches):
-            pipeline.step(tokens[:, :-1], tokens[:, 1:])
+            pipeline.step(tokens[:, :-1], tokens[:, 1:], document_offsets([], micro_batches, CONFIG.sequence_len))
         sharding.collect_gradients()
         found.append(gather_objects(passes))
     return found[1:]

@@ -4,6 +4,8 @@ What formulas alone say on the pages, each between marks. test_runs.py compares 
     python -m tests.page_formulas                  # prints all of it
     python -m tests.page_formulas links --write    # puts a block into its page; without a name all
 """
+import contextlib
+import io
 import itertools
 import math
 import runpy
@@ -17,9 +19,9 @@ import torch
 
 from bench.harness import PageBlock
 from nanochat.data.batch_shape import BatchShape
-from nanochat.data.dataloader import batches_on_host
+from nanochat.data.dataloader import Span, batches_on_host
 from nanochat.model.fp8 import MIN_WIDTH
-from nanochat.model.gpt_config import config_from_depth
+from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.muon import orthogonalize
 from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
 from nanochat.plan.machines import LINKS, Cluster, Layout, Link, fastest_layout, plan_step
@@ -111,11 +113,11 @@ class NumberedRows:
     def state(self) -> dict:
         return {}
 
-    def next_row(self) -> int:
-        return next(self.rows)
+    def next_row(self) -> list[Span]:
+        return [(next(self.rows), 0, 1)]
 
-    def read(self, rows: list[int], device_batch_size: int) -> np.ndarray:
-        return np.array(rows)[:, None].repeat(2, axis=1)
+    def read(self, rows: list[list[Span]], device_batch_size: int) -> np.ndarray:
+        return np.array([[n, n] for [(n, _, _)] in rows])
 
 
 def rows() -> str:
@@ -246,9 +248,29 @@ def minutes() -> str:
                            "1 × RTX 4090"], lines)
 
 
-FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, hosts), "zero.md": (example,),
-            "two_loops.md": (rows,), "ablations.md": (orthogonal,),
-            "memory.md": (mfu, fits), "pipeline.md": (streams,)}
+RULES = (
+    ("Take the lowest of stages 1 to 3 that fits: each keeps less and sends more. They need {1.needs}, {2.needs}, "
+     "{3.needs} GB, and send {1.sends}, {2.sends}, {3.sends} a step.", "--depth=24 --gpus=8"),
+    ("With Muon never stage 0, where every rank repeats all products: a step of {0.step} s, on stage 1 {2.step}.",
+     "--depth=24 --gpus=64"),
+    ("NVLink hides every stage: with only 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, {3.waits} s of {3.step}.",
+     "--depth=24 --gpus=8 --device_batch_size=2"),
+    ("PCIe takes rows, or stage 1, which sends once a step: with 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, "
+     "{3.waits} s.", "--depth=24 --gpus=8 --device_batch_size=2 --link=pcie5"),
+    ("Deep models hide stage 3 best: it waits {3.waits} of {3.step} s, and needs {3.needs} GB, stage 1 {1.needs}.",
+     "--depth=48 --gpus=8 --device_batch_size=4"),
+    ("If that does not fit, recompute activations: {7.needs} GB for {6.needs}, {7.step} s for {6.step}.",
+     "--depth=88 --gpus=16"),
+    ("A few hosts share one copy, and so Muon's products: {2.step} s a step, shared by a host {1.step}.",
+     "--depth=24 --gpus=64"),
+    ("Many hosts share it in parts, as a ring through all has too many messages: over 256 GPUs stage 1 waits {2.waits} "
+     "s, over {7.shards} {7.waits}.", "--depth=24 --gpus=256 --device_batch_size=2 --total_batch_size=1048576"),
+    ("A link that hides nothing wants a pipeline: {7.pipeline} stages wait {7.waits} s and idle {7.bubble}, one waits "
+     "{2.waits}. Or a better link: MFU is {7.mfu}.", "--depth=32 --gpus=64 --between=eth10"),
+    ("The batch ends it: with a row for each of 512 GPUs MFU is {7.mfu} at best.",
+     "--depth=24 --gpus=512 --device_batch_size=1 --total_batch_size=1048576"),
+)
+Line = namedtuple("Line", "stage shards pipeline rows needs sends between waits bubble step mfu hours")
 
 
 def rules() -> str:
@@ -290,9 +312,10 @@ def layouts() -> str:
     return markdown_table(columns, lines)
 
 
-FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, torus, hosts), "zero.md": (ranks_64,),
+FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, torus, hosts), "zero.md": (example,),
             "memory.md": (mfu, fits), "pipeline.md": (streams,),
-            "rules.md": (rules, layouts)}
+            "rules.md": (rules, layouts), "two_loops.md": (rows,),
+            "ablations.md": (orthogonal,)}
 
 
 def blocks(write: bool = False) -> dict[str, tuple[PageBlock, Callable[[], str]]]:
