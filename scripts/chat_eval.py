@@ -41,17 +41,16 @@ model, tokenizer, meta = load_checkpoint(checkpoint, device)
 print0(f"model: {checkpoint}")
 
 results: dict[str, float | str] = {}
-quotations = misquotes = 0
+misquotes: list[bool] = []
 scores = []
 rows = []
 sampling = SamplingParams(max_new_tokens, temperature=0)  # always the likeliest token
 for task in measured:
     judged = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, copying=copying)
     correct, right = judged.correct, accuracy(judged.correct)
-    quotations += judged.quotations
-    misquotes += judged.misquotes
+    misquotes += judged.misquoted
     # With copying none.
-    misquoted = f"{judged.misquotes:,} of {judged.quotations:,}" if judged.quotations else ""
+    misquoted = f"{sum(judged.misquoted):,} of {len(judged.misquoted):,}" if judged.misquoted else ""
     results[task.name] = f"{right:.1%}"
     scores.append((right - task.baseline) / (1 - task.baseline))  # centred: 0 for guessing, 1 for perfect
     print0(f"{task.name:42} {right:6.1%} of {len(correct):,} problems" + f", misquotes {misquoted}" * bool(misquoted))
@@ -60,8 +59,8 @@ for task in measured:
 mean = f"mean centred accuracy over {len(measured)} tasks"
 results[mean] = sum(scores) / len(scores)
 print0(f"{mean:42} {results[mean]:6.3f}")
-if quotations:
-    results["misquotes"] = f"{misquotes:,} of {quotations:,}"
+if misquotes:
+    results["misquotes"] = f"{sum(misquotes):,} of {len(misquotes):,}"
 body = f"Model: step {meta['step']} of {checkpoint.parent.name}.\n\n"
 body += markdown_table(["task", "problems", "right", "guessing", "misquotes"], rows)
 write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", body, source, results,

@@ -23,7 +23,7 @@ SPECIAL = TOKENIZER.encode_special
 RAW = TOKENIZER.raw_tokens
 END = SPECIAL("<|assistant_end|>")
 PASSAGE = 'Die Größe: 2.5 bar, see "Dr. Who" on the 14. März. Then rest!'
-BREAD = "Bake bread with steam at 210 degrees. Then let it cool."
+BREAD = "bake bread with steam at 210 degrees. Then let it cool."
 QUESTIONS = ("What is the rear tyre's größe?", "the? ", "Wo ist the re-the-re?", "轮胎的 pressure? Für (x)")
 
 
@@ -42,20 +42,16 @@ class Shelf:
 
 
 class Baking:
-    """One passage, found by texts of which more than half of the long words are in it. It has no title."""
-
-    def lookup(self, text: str) -> None:
-        return None
+    """One passage, found by texts of which more than half of the long words are in it."""
 
     def search(self, text: str) -> Passage | None:
-        words = re.findall(r"\w{4,}", text.lower())
-        found = [word for word in words if word in BREAD.lower() and word != "with"]
-        return Passage("", BREAD, "bread.md:1") if 2 * len(found) > len(words) else None
+        found = [word in BREAD and word != "with" for word in re.findall(r"\w{4,}", text)]
+        return Passage("", BREAD, "bread.md:1") if 2 * sum(found) > len(found) else None
 
 
-def engine_that_calls(model, copying: bool = True, library=Shelf(), **settings) -> Engine:
+def engine_that_calls(model, copying: bool = True, **settings) -> Engine:
     """An engine whose answers begin with a call: the model's own logits come after `lookup(`, and in its refusals."""
-    engine = Engine(model, TOKENIZER, tools=Tools(library, copying), **settings)
+    engine = Engine(model, TOKENIZER, tools=Tools(Shelf(), copying), **settings)
     extend = engine._extend
 
     def steered(answers, logits):
@@ -161,30 +157,14 @@ def test_draws_at_any_temperature_quote_to_the_letter():
 
 
 @pytest.mark.parametrize("questions, wider", [
-    (["Bake bread?"], "Bake bread?"),                                               # the model chose wrong words
-    (["Bake bread", "At how many degrees?"], "At how many degrees? Bake bread"),    # asked without its subject
-    (["Bake bread?", "degrees?", "Who is president?"], None), (["Bake bread?", "Fish with wine?"], None),
-    (["Bake bread" + " so" * 100], None), ([], None),
+    ("bake bread?", "bake bread?"),                                             # the model chose wrong words
+    ("bake bread|At how many degrees?", "At how many degrees? bake bread"),     # asked without its subject
+    ("bake bread?|degrees?|Who is president?", None), ("bake bread?|Fish with wine?", None),
+    ("bake bread" + " so" * 100, None),
 ])
 def test_where_nothing_is_found_the_question_is_looked_up(questions, wider):
-    for call in ("search(' x')", "lookup(' x')"):
-        assert Tools(Baking()).wider(call, questions) == (wider and f'search("{wider}")')
-    assert Tools(Baking()).wider("spell('x')", questions) is None
-
-
-def test_the_wider_call_is_a_part_of_the_answer():
-    said = ["Bake bread", "Yes.", "At how many degrees?"]
-    messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant", "user"], said)]
-    sampling = SamplingParams(max_tokens=300, temperature=0, stop=(END,))
-    for copying in (True, False):
-        engine = engine_that_calls(random_model(), copying, Baking())
-        (answer,) = engine.generate([render_prompt(TOKENIZER, {"messages": messages})], sampling)
-        texts = [part["text"] for part in to_parts(TOKENIZER, answer.tokens)]
-        if copying:
-            assert texts[1:4] == [NOTHING, 'search("At how many degrees? Bake bread")', BREAD]
-            assert texts[4] in (BREAD, BREAD.partition(" Then")[0]) and answer.calls == 2
-        else:
-            assert BREAD not in texts
+    assert Tools(Baking()).wider("search(' x')", questions.split("|")) == (wider and f'search("{wider}")')
+    assert Tools(Baking()).wider("spell('x')", questions.split("|")) is None
 
 
 @pytest.mark.parametrize("text, words", [
@@ -222,18 +202,14 @@ def test_what_a_call_can_copy():
     assert unspaced.startswith("开始天") and unspaced.endswith("天结束")
 
 
-@pytest.mark.parametrize("begun, held", [("Das weiß ich", True), ("Das wei", False), ("Das weiss ich ", False)])
+@pytest.mark.parametrize("begun, held", [("Das weiß ich", True), ("Das weiss ich ", False)])
 def test_a_refusal_of_another_language_is_copied(begun, held):
     copying = Copying(Vocabulary(TOKENIZER), [], [END])
-    call = [SPECIAL("<|python_start|>"), *TOKENIZER.encode('lookup("x")'), SPECIAL("<|python_end|>")]
-    output = [SPECIAL("<|output_start|>"), *TOKENIZER.encode(NOTHING), SPECIAL("<|output_end|>")]
-    for token in [*call, *output, *TOKENIZER.encode(begun)]:
+    copying.special, copying.is_nothing = SPECIAL("<|output_end|>"), True
+    rest = [*TOKENIZER.encode(REFUSALS["de"][len(begun) :]), END]
+    for token in TOKENIZER.encode(begun) + rest * held:
+        assert copying.allowed is None or copying.allowed.nonzero().tolist() == [[token]]
         copying.add(token)
-    rest = REFUSALS["de"][len(begun) :] if held else ""
-    for token in TOKENIZER.encode(rest):
-        assert copying.allowed.nonzero().tolist() == [[token]]
-        copying.add(token)
-    assert not rest or copying.allowed.nonzero().tolist() == [[END]]
     assert held or copying.allowed is None
 
 

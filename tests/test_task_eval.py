@@ -69,7 +69,7 @@ def test_the_letter_is_the_likeliest_first_token_of_the_answer():
     for batch_size in (1, 4, 13):
         assert likeliest_letters(model, TOKENIZER, conversations, batch_size) == expected
     right = [[letter == reference(one)] for letter, one in zip(expected, conversations)]
-    assert evaluate_task(Choices(), model, TOKENIZER, 4) == (right, 0, 0)
+    assert evaluate_task(Choices(), model, TOKENIZER, 4) == (right, [])
     assert evaluate_task(Choices(), model, TOKENIZER, 4, max_problems=3).correct == right[:3]
 
 
@@ -84,31 +84,25 @@ def evaluate_both(rank: int, world_size: int) -> list:
 def test_ranks_share_the_problems_and_agree():
     """13 and 7 problems on 1, 2 and 3 ranks: the same answers in the same order on all ranks, sampled ones too."""
     expected = evaluate_both(0, 1)
-    correct, *counts = expected[1]
-    assert any(map(any, correct)) and not all(map(all, correct)) and counts == [42, 21]
+    correct, misquoted = expected[1]
+    assert any(map(any, correct)) and not all(map(all, correct)) and misquoted == [True, False] * 21
     for world_size in (2, 3):
         assert run_on_ranks(world_size, evaluate_both) == [expected] * world_size
 
 
-FOUND, REFUSED = "It rains. Then sun.", "I do not know. I found nothing about {}."
-
-
 @pytest.mark.parametrize("said, wrong", [
-    (["search(' rain')", FOUND, "It rains."], [False]),
-    (["search(' rain')", FOUND, FOUND], [False]),
-    (["search(' rain')", FOUND, "It rains. Then snow."], [True]),
-    (["search(' rain')", FOUND, "Then sun."], [True]),
-    (["lookup(' rain')", "nothing", REFUSED.format("rain")], [False]),
-    (["lookup('rain')", "nothing", REFUSED.format('"rain"')], [False]),
-    (["lookup(' rain')", "nothing", REFUSED.format("rains")], [True]),
-    (["lookup(' rain')", "nothing", REFUSALS["de"]], [False]),
-    (["lookup(' rain')", "nothing", "It rains."], [True]),
-    (["lookup(' rain')", "nothing", "", "search(' sun')", FOUND, "It rain."], [False, True]),
-    (["12 * 3", "36", "37"], []), (["spell('a')", "a", "b"], []), (["search(' rain')"], []), ([], []),
+    ("search(' rain') | It rains. Then sun. | It rains.", [False]),
+    ("search(' rain') | It rains. Then sun. | It rains. Then snow.", [True]),
+    ("search(' rain') | It rains. Then sun. | Then sun.", [True]),
+    ("lookup(' rain') | nothing | I do not know. I found nothing about rain.", [False]),
+    ("lookup(' rain') | nothing | I do not know. I found nothing about rains.", [True]),
+    (f"lookup(' rain') | nothing | {REFUSALS['de']}", [False]), ("lookup(' rain') | nothing | It rains.", [True]),
+    ("search('rain') | nothing |  | lookup('rain') | It rains. | It rain.", [False, True]),
+    ("12 * 3 | 36 | 37", []), ("search(' rain')", []),
 ])
 def test_what_is_a_misquote(said, wrong):
-    parts = [{"type": type, "text": text} for type, text in zip(["python", "python_output", "text"] * 2, said) if text]
-    assert misquotes(parts) == wrong
+    types = ["python", "python_output", "text"] * 2
+    assert misquotes([{"type": type, "text": text} for type, text in zip(types, said.split(" | ")) if text]) == wrong
 
 
 def test_advantages_are_within_a_problem_and_only_sampled_tokens_count():

@@ -26,10 +26,9 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Evaluation(NamedTuple):
-    """What a model did on a task. The two numbers are of answers that looked something up in a library."""
+    """What a model did on a task."""
     correct: list[list[bool]]   # each sample of each problem
-    quotations: int
-    misquotes: int              # said something else than what was found (`misquotes`)
+    misquoted: list[bool]       # each text that an answer looked up (`misquotes`)
 
 
 def evaluate_task(
@@ -57,19 +56,17 @@ def evaluate_task(
     else:
         answers = []
         for written in generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying):
-            parts = [to_parts(tokenizer, answer.tokens) for answer in written]
-            answers.append([text_of(some) for some in parts])
-            for some in parts:
-                misquoted += misquotes(some)
+            samples = [to_parts(tokenizer, answer.tokens) for answer in written]
+            answers.append([*map(text_of, samples)])
+            misquoted += itertools.chain.from_iterable(map(misquotes, samples))
     correct = []
     # A vote waits for the slowest rank, and a program of HumanEval may take seconds: several problems between votes.
     for conversation, samples in until_stopped(zip(conversations, answers), every=8):
         correct.append([task.evaluate(conversation, answer) for answer in samples])
     by_rank, misquoted_by_rank = zip(*gather_objects((correct, misquoted)))
-    misquoted = [*itertools.chain.from_iterable(misquoted_by_rank)]
     # Problem i was rank i % world_size's: back into the order of the task.
     in_order = [by_rank[index % world_size][index // world_size] for index in range(count)]
-    return Evaluation(in_order, len(misquoted), sum(misquoted))
+    return Evaluation(in_order, [*itertools.chain.from_iterable(misquoted_by_rank)])
 
 
 def misquotes(parts: Sequence[dict[str, str]]) -> list[bool]:
@@ -78,17 +75,13 @@ def misquotes(parts: Sequence[dict[str, str]]) -> list[bool]:
     found; where nothing was, something else than a refusal that names what was looked up, or one that names nothing.
     """
     wrong = []
-    call = None
-    for part, after in zip(parts, [*parts[1:], None]):
-        if part["type"] == "python":
-            call = TOOL_CALL.fullmatch(part["text"])
-        elif part["type"] == "python_output" and call and call[1] in QUERIES:
-            said = after["text"].strip() if after and after["type"] == "text" else ""
-            if part["text"] == NOTHING:
-                names = (call[3], f" {call[3]}", f' "{call[3]}"')
-                wrong.append(said not in ("", *REFUSALS.values(), *map(REFUSAL.format, names)))
-            else:
-                wrong.append(not part["text"].startswith(said))
+    for before, part, after in zip(parts, parts[1:], [*parts[2:], {"type": "text", "text": ""}]):
+        call = TOOL_CALL.fullmatch(before["text"])
+        if part["type"] == "python_output" and call and call[1] in QUERIES:
+            said = text_of([after]).strip()
+            names = (call[3], f" {call[3]}", f' "{call[3]}"')
+            right = ("", *REFUSALS.values(), *map(REFUSAL.format, names))
+            wrong.append(said not in right if part["text"] == NOTHING else not part["text"].startswith(said))
     return wrong
 
 
