@@ -56,9 +56,9 @@ def evaluate_task(
     else:
         answers = []
         for written in generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying):
-            samples = [to_parts(tokenizer, answer.tokens) for answer in written]
-            answers.append([*map(text_of, samples)])
-            misquoted += itertools.chain.from_iterable(map(misquotes, samples))
+            parts = [to_parts(tokenizer, answer.tokens) for answer in written]
+            answers.append([*map(text_of, parts)])
+            misquoted += itertools.chain.from_iterable(map(misquotes, parts))
     correct = []
     # A vote waits for the slowest rank, and a program of HumanEval may take seconds: several problems between votes.
     for conversation, samples in until_stopped(zip(conversations, answers), every=8):
