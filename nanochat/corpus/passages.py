@@ -12,8 +12,9 @@ from pathlib import Path
 
 from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, files_below, kind_of, own_path, say
 from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
-from nanochat.inference.retrieval import Passage, connect, key_of, last_part, library_path, stems
+from nanochat.inference.retrieval import FORM, SENTENCE, Passage, connect, file_of, key_of, last_part, library_path
 from nanochat.inference.tools import Tools, open_tools
+from nanochat.inference.words import stems
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import locked, recover_folder, write_aside
@@ -39,9 +40,11 @@ PRAGMA journal_mode = OFF; BEGIN;
 CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE passages(id INTEGER PRIMARY KEY, title TEXT, text TEXT, place TEXT, key TEXT, last TEXT);
 CREATE TABLE words(word TEXT PRIMARY KEY, passages INTEGER) WITHOUT ROWID;
-CREATE VIRTUAL TABLE stems USING fts5(title, text, content='', tokenize='ascii');
+CREATE VIRTUAL TABLE stems USING fts5(about, sentence, rest, tokenize='ascii');
 CREATE TEMP TRIGGER fill AFTER INSERT ON passages BEGIN
-    INSERT INTO stems(rowid, title, text) VALUES (new.id, stems(new.title), stems(new.text));
+    INSERT INTO stems(rowid, about, sentence, rest) VALUES (
+        new.id, stems(new.title || ' ' || file_name(new.place)), stems(first_sentence(new.text)),
+        stems(substr(new.text, 1 + length(first_sentence(new.text)))));
 END;
 """
 INSERT = "INSERT INTO passages VALUES (NULL, ?1, ?2, ?3, key_of(?1), last_part(key_of(?1)))"
@@ -72,11 +75,13 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     with locked(place.with_name(f".{place.name}.lock")):
         # A process that was killed may have left the old library beside its place.
         recover_folder(place)
-        manifest = {"source": source, "fingerprint": source_state(source)}
+        manifest = {"form": FORM, "source": source, "fingerprint": source_state(source)}
         with write_aside(place) as aside:
             database = connect(aside.as_uri())
             database.create_function("key_of", 1, key_of)
             database.create_function("last_part", 1, last_part)
+            database.create_function("file_name", 1, lambda place: KIND.sub("", Path(file_of(place)).name))
+            database.create_function("first_sentence", 1, lambda text: SENTENCE.match(text)[0])
             database.create_function("stems", 1, lambda text: " ".join(stems(text)))
             database.executescript(SCHEMA)
             database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.retrieval import CJK
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, REFUSALS, TOOL_CALL
+from nanochat.inference.words import UNSPACED
 
 # Limits, as the first token of a call compares every word of the question: 1.4 to 4 ms for the longest question of
 # words, up to 10 ms for one of signs.
@@ -31,7 +31,7 @@ MOST_QUESTION = 500     # bytes of the beginning, and as many of the end, of wha
 # What has been written of a call: its quotation mark and what comes after it.
 CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(QUERIES)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
 REFUSAL_BEGINS = 12     # bytes after which an answer counts as a refusal
-UNSPACED = re.compile(rf"[{CJK}\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\uf900-\ufaff]")
+UNSPACED_CHARACTER = re.compile(f"[{UNSPACED}]")
 
 
 class Vocabulary:
@@ -121,7 +121,7 @@ def is_mark(character: str) -> bool:
 
 
 def in_word(character: str) -> bool:
-    return (character.isalnum() or character == "_" or is_mark(character)) and not UNSPACED.match(character)
+    return (character.isalnum() or character == "_" or is_mark(character)) and not UNSPACED_CHARACTER.match(character)
 
 
 class Copying:

@@ -5,7 +5,8 @@ Passages to look up: one SQLite file with a full-text index (FTS5), which nanoch
     library.lookup("str.partition")        the passage of that title, or of the nearest
     library.search("split text in three")  the best passage about these words
 
-The index has stems, not words: `stems` makes them of the passages when a library is made, and of a question here.
+The index has stems, not words: `stems` (words.py) makes them of the passages when a library is made, and of a question
+here.
 """
 import difflib
 import math
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nanochat.inference.words import common_stems, normal_form, stems, telling_words
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 
@@ -25,11 +27,13 @@ except ImportError:  # a Python that was built without it
 
 COMMAND = "python -m scripts.library --source=…"
 # Passages are chosen by the rarest stems of a question: frequent stems would take most of the time.
-TERMS = 5
+TERMS = 8
 # Passages that BM25 ranks highest, which are then compared closely.
 CANDIDATES = 20
-# A passage answers a question only if it has this share of the question's weight.
+# A passage answers a question only if it has more than this share of the question's weight.
 ENOUGH = 0.5
+# What a library is made by: another one is not understood. Changes with the stems and the tables.
+FORM = "2"
 # The lowest difflib ratio of a misspelled title's last part.
 SIMILAR = 0.85
 # Seconds for a query. It takes milliseconds, except on a slow disk.
@@ -37,13 +41,6 @@ TIME_LIMIT = 0.25
 # Characters of a question that are read.
 LONGEST = 256
 
-# Scripts without blanks between words: each character counts as a word.
-CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
-HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
-# stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
-SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)s?|ings?|ed|e?s"
-                    r"|ers?|ly|ments?|e)$")
 SENTENCE = re.compile(r".*?(?:[.!?。！？](?= |$)|$)", re.DOTALL)
 # "partition" is str.partition, not bytearray.partition, and "Path.mkdir" is pathlib.Path.mkdir.
 NAMED = """SELECT title, text, place FROM passages
@@ -52,10 +49,10 @@ ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
 # Only names of the same module: math.cubert is not math.cbrt only because both are in math.
 ALIKE = """SELECT DISTINCT last FROM passages
 WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
-# FTS5's rank is its bm25: negative, and the smaller the better.
-RANKED = f"""SELECT title, text, place, -rank FROM passages JOIN
-(SELECT rowid, rank FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best ON id = best.rowid
-ORDER BY rank"""
+# FTS5's rank is its bm25: negative, and the smaller the better. `before` is the place of the passage before.
+RANKED = f"""SELECT one.title, one.text, one.place, before.place, about, sentence, rest, -rank FROM
+(SELECT rowid, rank, about, sentence, rest FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best
+JOIN passages AS one ON one.id = best.rowid LEFT JOIN passages AS before ON before.id = one.id - 1 ORDER BY rank"""
 
 
 class Passage(NamedTuple):
@@ -80,6 +77,8 @@ class Library:
         try:
             self.manifest = dict(self.connection.execute("SELECT key, value FROM manifest"))
             self.passages = int(self.manifest["passages"])
+            if self.manifest.get("form") != FORM:
+                raise ValueError("made by another version")
         except (sqlite3.Error, LookupError, ValueError) as error:
             raise UserError(f"{path} is no library, or damaged ({error}): make it again, {COMMAND}") from error
         self.connection.set_progress_handler(lambda: time.monotonic() > self.deadline, 10_000)
@@ -116,26 +115,51 @@ class Library:
         return None
 
     def search(self, words: str) -> Passage | None:
-        """The best passage about these words; None if none has enough of them."""
-        weights = {}  # a question's stems: inverse document frequency
-        for stem in set(stems(words[:LONGEST])) - STOP_STEMS:
-            counts = self.query("SELECT passages FROM words WHERE word = ?", stem) or [(0,)]
-            weights[stem] = math.log(1 + self.passages / (1 + counts[0][0]))
+        """The passage of a title that these words are; else the best about them; None if none has enough of them."""
+        question = words[:LONGEST]
+        words = " ".join(telling_words(question))
+        if not words:
+            return None
+        named = self.titled(words)
+        if named:
+            return named
+        weights = self.weights(set(stems(words)), common_stems(question))
 
-        def weight_in(text: str) -> float:
-            return sum(weights[stem] for stem in weights.keys() & stems(text))
+        def weight_in(found: list[str]) -> float:
+            return sum(weights[stem] for stem in weights.keys() & set(found))
 
+        total = sum(weights.values())
         ranking = []
         rarest = sorted(weights, key=weights.get)[-TERMS:]
-        for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest)):
+        rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest))
+        for title, text, place, before, *columns, score in rows:
+            about, sentence, rest = map(str.split, columns)
             # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence; between
             # equal matches the shorter passage is the better answer.
-            sentence = SENTENCE.match(text)[0]
-            in_all = weight_in(f"{title} {text}")
-            score = in_all + 0.5 * weight_in(sentence) + 0.3 * score - 0.05 * len(stems(sentence))
-            if in_all >= ENOUGH * sum(weights.values()):
-                ranking.append((score, Passage(title, text, place)))
-        return max(ranking)[1] if ranking else None
+            in_all = weight_in(about + sentence + rest)
+            score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.1 * len(sentence)
+            is_first = file_of(place) != file_of(before or "")
+            if in_all > ENOUGH * total:
+                ranking.append((score, score + 0.3 * total * is_first, Passage(title, text, place)))
+        if not ranking:
+            return None
+        # A file begins with what it is about, so its first passage weighs more for the choice of the file.
+        best_file = file_of(max(ranking, key=lambda row: row[1])[2].place)
+        return max(row for row in ranking if file_of(row[2].place) == best_file)[2]
+
+    def weights(self, asked: set[str], common: set[str]) -> dict[str, float]:
+        """
+        The inverse document frequency of the stems of a question. One that no passage has weighs as the median of the
+        others, as it may be what the question is about; a common one is left out then.
+        """
+        weights = {}
+        for stem in asked:
+            for count, in self.query("SELECT passages FROM words WHERE word = ?", stem):
+                weights[stem] = math.log(1 + self.passages / (1 + count))
+        if not weights:
+            return {}
+        median = sorted(weights.values())[len(weights) // 2]
+        return dict.fromkeys(asked - common, median) | weights
 
     def query(self, statement: str, *values: Any) -> list[tuple]:
         """All rows; none if the file cannot be read or the time is over."""
@@ -159,24 +183,15 @@ def library_path(name: str) -> Path:
     return base_dir() / "library" / f"{name}.sqlite"
 
 
-def stems(text: str) -> list[str]:
-    """The stems of a text's words in their order: "getElementById sorts 今日" -> get element by id sort 今 日."""
-    return [SUFFIX.sub("", word.lower()) for word in WORD.findall(HUMP.sub(" ", text))]
-
-
 def key_of(title: str) -> str:
     """A title as it is compared: "`fs.readFile(path)`" -> "fs.readfile"."""
-    return " ".join(title.lower().partition("(")[0].strip("`*_'\"?!. ").split())
+    return " ".join(normal_form(title).partition("(")[0].strip("`*_'\"?!. ").split())
 
 
 def last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-# Words of a question that say nothing about its subject.
-STOP_STEMS = frozenset(stems("""
-a about am an and are as at be been but by can could describe did do does explain for from get had has have how i if in
-into is it its just like may me mean means meant might my need of on or our please shall should show so some tell than
-that the their them then there these they thing this those to too use used using want was we were what when where
-whether which who whose why will with would you your
-"""))
+def file_of(place: str) -> str:
+    """The file of a place: "notes/wine.md:14" -> "notes/wine.md"; "" for a Python object."""
+    return place.rpartition(":")[0]

@@ -1,0 +1,85 @@
+"""
+The words of a text as a library compares them, in any language.
+
+    stems("Für getElementById")                  ["fur", "get", "eleme", "by", "id"]
+    stems("京都の天気")                           ["京都", "京", "都", "の", "天気", "天", "気"]
+    telling_words("How do I list directories?")  ["list", "directories"]
+
+Case, width and accents do not count. A word is cut after five letters: over manual pages in six languages that found
+more than endings by language or Snowball's stemmers (docs/LOG.md), and no language has to be told from another. Where
+there are no blanks, each pair of characters is a word, and each Chinese character.
+"""
+import re
+import tomllib
+import unicodedata
+from functools import lru_cache
+from pathlib import Path
+
+LETTERS = 5
+# Scripts without blanks between words; and Korean, whose particles are written together with their words.
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+HIRAGANA = "\u3041-\u309f"
+MARKS = "".join(mark for mark in map(chr, range(0x300, 0x3100)) if unicodedata.category(mark).startswith("M"))
+# Accents of Latin, Greek and Cyrillic letters, vowels of Hebrew and Arabic: questions are often typed without them.
+OPTIONAL = re.compile("[\u0300-\u036f\u0591-\u05c7\u064b-\u0652]")
+# Japanese changes the script where a word ends.
+WORD = re.compile(rf"[^\W_{UNSPACED}](?:[^\W_{UNSPACED}]|[{MARKS}])*"
+                  rf"|[{HIRAGANA}]+|[\u30a0-\u30ff]+|[\u3400-\u9fff]+|[{UNSPACED}{MARKS}]+")
+CHARACTER = re.compile(rf".[{MARKS}]*")
+HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
+# stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
+SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)s?|ings?|ed|e?s"
+                    r"|ers?|ly|ments?|e)$")
+
+
+def normal_form(text: str) -> str:
+    """One form of what differs only in case, half or full width, composition, or marks that may be left out."""
+    if text.isascii():
+        return text.lower()
+    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text).casefold())
+    return unicodedata.normalize("NFC", OPTIONAL.sub("", text))
+
+
+def words(text: str) -> list[str]:
+    return WORD.findall(normal_form(HUMP.sub(" ", text)))
+
+
+def stems(text: str) -> list[str]:
+    """The stems of a text's words in their order."""
+    found = []
+    for word in words(text):
+        if not re.match(f"[{UNSPACED}]", word):
+            found.append(stem(word))
+            continue
+        characters = CHARACTER.findall(word)
+        found += map("".join, zip(characters, characters[1:]))
+        if len(characters) == 1 or "\u3400" <= word < "\ua000":
+            found += characters
+    return found
+
+
+@lru_cache(1 << 16)
+def stem(word: str) -> str:
+    return SUFFIX.sub("", word)[: None if re.search(r"\d", word) else LETTERS]
+
+
+def telling_words(question: str) -> list[str]:
+    """The words, or parts of a text without blanks, that say what a question is about. Hiragana says it hardly ever."""
+    found = []
+    for word in words(question):
+        for part in PHRASES.split(word):
+            if part and part not in STOP_WORDS and not re.fullmatch(f"[{HIRAGANA}]+", part):
+                found.append(part)
+    return found
+
+
+def common_stems(question: str) -> set[str]:
+    """The stems of common words that stand alone: "time" in "time.mkdir" is a part of a name."""
+    return COMMON_STEMS.intersection(stem(word.strip(".,:;!?")) for word in normal_form(question).split())
+
+
+LANGUAGES = tomllib.loads(Path(__file__).with_name("languages.toml").read_text("utf-8"))
+STOP_WORDS = frozenset(normal_form(" ".join(data["stop"] for data in LANGUAGES.values())).split())
+# Chinese stop words are cut out of their text; the longest first.
+PHRASES = re.compile("|".join(sorted(filter(re.compile(f"[{UNSPACED}]").match, STOP_WORDS), key=len, reverse=True)))
+COMMON_STEMS = frozenset(stems(" ".join(data.get("common", "") for data in LANGUAGES.values())))
