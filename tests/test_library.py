@@ -13,17 +13,20 @@ import statistics
 import subprocess
 import sys
 import time
+import tomllib
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import run_module
+from conftest import REPO, run_module
 
 from nanochat.corpus.passages import make_library, open_library, text_passages
 from nanochat.inference import retrieval as reader
 from nanochat.inference.retrieval import Library, Passage, library_path
+from nanochat.inference.words import stems
 from nanochat.runtime.errors import UserError
 
 WINE = """---
@@ -221,6 +224,87 @@ def test_search_needs_enough_of_a_question_and_counts_rare_words(folder):
         assert library.search(question) is None, question
 
 
+NOTES = {
+    "de": "Der Schlüssel für den Keller hängt am Haken. Er ist aus Messing.",
+    "fr": "Le médecin reçoit les élèves le mardi.",
+    "es": "La reunión de los vecinos será el jueves.", "ru": "Запасные ключи от дачи лежат под ковриком.",
+    "zh": "洗衣机的保修期到明年三月。", "ja": "京都の旅館は予約済みです。",
+    "hi": "रविवार को किताबें लौटानी हैं।",
+    "th": "กุญแจรถอยู่ในลิ้นชัก", "ko": "도서관은 월요일에 쉽니다.", "el": "Το κλειδί είναι στο συρτάρι."}
+ASKED = {
+    "de": ["Wo hängt der Kellerschlüssel für den Keller?", "schlüsseln keller", "Haken aus Messing"],
+    "fr": ["Quand est-ce que le médecin reçoit les élèves ?", "medecins eleve"],
+    "es": ["¿Cuándo es la reunión?", "reuniones vecino"],
+    "ru": ["Где запасной ключ от дачи?", "ключами дача", "под коврик"],
+    "zh": ["洗衣机的保修期到什么时候？", "保修期多久"],
+    "ja": ["京都の旅館はどこですか？", "旅館の予約"], "hi": ["किताब रविवार"], "th": ["กุญแจรถอยู่ที่ไหน"],
+    "ko": ["도서관은 언제 쉽니까?"], "el": ["Πού είναι το κλειδι;"]}
+OFF_TOPIC = ["Wie heißt die Hauptstadt von Frankreich?", "Où vivent les kangourous ?", "¿De qué color es un flamenco?",
+             "Кто написал Мону Лизу?", "企鹅吃什么？", "ペンギンは何を食べますか？",
+             "हाथी कितने साल जीता है?", "펭귄은 무엇을 먹어요?"]
+
+
+def test_any_language_is_searched_however_it_is_typed(folder):
+    (folder / "a.txt").write_text("\n\n".join(NOTES.values()))
+    library = made(folder)
+    for language, questions in ASKED.items():
+        for question in questions:
+            for typed in (question, unicodedata.normalize("NFD", question), question.upper(),
+                          unicodedata.normalize("NFKC", question)):
+                found = library.search(typed)
+                assert found and found.text == NOTES[language], (typed, found)
+    for question in OFF_TOPIC:
+        assert library.search(question) is None, question
+
+
+def test_words_that_differ_only_in_form_are_the_same(folder):
+    for one, other in {"Verzeichnis": "Verzeichnissen", "ключ": "КЛЮЧ", "für": "fu\u0308r", "ｶﾞｲﾄﾞ": "ガイド",
+                       "Ｗｉｆｉ": "wifi", "ёлка": "елка", "STRASSE": "straße", "creación": "creaciones",
+                       "partitions": "partition"}.items():
+        assert stems(one) == stems(other) and len(stems(one)) <= 3, (one, stems(one), stems(other))
+    assert stems("हिन्दी number617 ไทย")[:2] == ["हिन्द", "number617"], "marks stay in their word, and no number is cut"
+    assert stems("number617") != stems("number618")
+    (folder / "a.md").write_text("# Müller\n\nHer number is 12.\n")
+    assert made(folder).lookup("mu\u0308ller").text == "Her number is 12."
+
+
+def test_a_title_the_name_of_a_file_and_its_beginning_count(folder):
+    (folder / "dishwasher.md").write_text(
+        "# Errors\n\nE4 means that water leaks.\n\n# Salt\n\nIt is filled up each month.\n")
+    (folder / "boiler.md").write_text("# Errors\n\nE4 means that there is no flame.\n")
+    (folder / "deque.md").write_text(
+        "# Queue.deque\n\nBoth ends are fast.\n\n# Queue.clear\n\nA deque is emptied.\n")
+    (folder / "move.txt").write_text("Moves a window.\n\nOther text.")
+    (folder / "resize.txt").write_text("Other things.\n\nMoves a window.")
+    library = made(folder)
+    for question, text in {"What does error E4 of the boiler mean?": "E4 means that there is no flame.",
+                           "Where does the salt of the dishwasher go?": "It is filled up each month.",
+                           "What is a deque?": "Both ends are fast."}.items():
+        assert library.search(question).text == text, question
+    assert library.search("move windows").place == "notes/move.txt:1"
+
+
+def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
+    """Retrieval only; the folders and questions are of tests/questions.toml."""
+    answered, refused = [], []
+    for name, folder in tomllib.loads((REPO / "tests/questions.toml").read_text("utf-8")).items():
+        for note in folder["notes"].strip().split("=== ")[1:]:
+            path, text = note.split("\n", 1)
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_text(text)
+        library = made(tmp_path / name)
+        for line in folder["questions"].strip().splitlines():
+            question, right = map(str.strip, line.split("|"))
+            assert folder["notes"].count(right) == 1 or not right, right
+            passage = library.search(question)
+            if right:
+                answered.append(passage is not None and right in passage.text)
+            else:
+                refused.append(passage is None)
+    assert len(answered + refused) == 200
+    assert statistics.mean(answered) >= 0.83 and statistics.mean(refused) >= 0.9
+
+
 def test_all_words_win_over_one_rare_word_twice_and_then_bm25_decides(folder):
     (folder / "a.txt").write_text("Xylophone players love the xylophone.\n\nThe xylophone needs soft mallets today.\n\n"
                                   + "\n\n".join(f"Soft mallets and bells, part {n}." for n in range(20)))
@@ -313,6 +397,10 @@ def test_no_library_and_a_damaged_one_are_one_line_each(folder, tmp_path):
         assert "damaged" in refused(path)
     sqlite3.connect(tmp_path / "other.sqlite").executescript("CREATE TABLE t(a); INSERT INTO t VALUES (1);")
     assert "damaged" in refused(tmp_path / "other.sqlite")
+    path.write_bytes(whole)
+    with sqlite3.connect(path) as older:
+        older.execute("UPDATE manifest SET value = '1' WHERE key = 'form'")
+    assert "another version" in refused(path) and "scripts.library" in refused(path)
 
 
 def test_a_page_that_is_damaged_gives_nothing_or_an_answer_and_never_an_error(folder, tmp_path):

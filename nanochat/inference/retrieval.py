@@ -50,9 +50,10 @@ ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
 ALIKE = """SELECT DISTINCT last FROM passages
 WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
 # FTS5's rank is its bm25: negative, and the smaller the better. `before` is the place of the passage before.
-RANKED = f"""SELECT one.title, one.text, one.place, before.place, about, sentence, rest, -rank FROM
-(SELECT rowid, rank, about, sentence, rest FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best
-JOIN passages AS one ON one.id = best.rowid LEFT JOIN passages AS before ON before.id = one.id - 1 ORDER BY rank"""
+RANKED = f"""SELECT one.title, one.text, one.place, before.place, about, sentence, rest, -best.score FROM
+(SELECT rowid AS id, rank AS score FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best
+JOIN passages AS one ON one.id = best.id JOIN stems ON stems.rowid = best.id
+LEFT JOIN passages AS before ON before.id = best.id - 1 ORDER BY best.score"""
 
 
 class Passage(NamedTuple):
@@ -137,7 +138,7 @@ class Library:
             # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence; between
             # equal matches the shorter passage is the better answer.
             in_all = weight_in(about + sentence + rest)
-            score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.1 * len(sentence)
+            score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(sentence)
             is_first = file_of(place) != file_of(before or "")
             if in_all > ENOUGH * total:
                 ranking.append((score, score + 0.3 * total * is_first, Passage(title, text, place)))
@@ -147,7 +148,7 @@ class Library:
         best_file = file_of(max(ranking, key=lambda row: row[1])[2].place)
         return max(row for row in ranking if file_of(row[2].place) == best_file)[2]
 
-    def weights(self, asked: set[str], common: set[str]) -> dict[str, float]:
+    def weights(self, asked: set[str], common: frozenset[str]) -> dict[str, float]:
         """
         The inverse document frequency of the stems of a question. One that no passage has weighs as the median of the
         others, as it may be what the question is about; a common one is left out then.

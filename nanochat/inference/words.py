@@ -28,8 +28,10 @@ WORD = re.compile(rf"[^\W_{UNSPACED}](?:[^\W_{UNSPACED}]|[{MARKS}])*"
 CHARACTER = re.compile(rf".[{MARKS}]*")
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
 # stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
-SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)s?|ings?|ed|e?s"
-                    r"|ers?|ly|ments?|e)$")
+SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)(?:e?s)?|ings?|ed"
+                    r"|e?s|ers?|ly|ments?|e)$")
+# Endings of short words in Cyrillic and Greek: ключа, ключи -> ключ. Of Latin ones English would lose.
+VOWELS = re.compile("(?<=...)[аеиоуыэюяьαειου]+$")
 
 
 def normal_form(text: str) -> str:
@@ -60,7 +62,9 @@ def stems(text: str) -> list[str]:
 
 @lru_cache(1 << 16)
 def stem(word: str) -> str:
-    return SUFFIX.sub("", word)[: None if re.search(r"\d", word) else LETTERS]
+    if re.search(r"\d", word):
+        return word
+    return VOWELS.sub("", SUFFIX.sub("", word)[:LETTERS])
 
 
 def telling_words(question: str) -> list[str]:
@@ -73,7 +77,7 @@ def telling_words(question: str) -> list[str]:
     return found
 
 
-def common_stems(question: str) -> set[str]:
+def common_stems(question: str) -> frozenset[str]:
     """The stems of common words that stand alone: "time" in "time.mkdir" is a part of a name."""
     return COMMON_STEMS.intersection(stem(word.strip(".,:;!?")) for word in normal_form(question).split())
 
