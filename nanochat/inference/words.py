@@ -5,9 +5,9 @@ The words of a text as a library compares them, in any language.
     stems("京都の天気")                           ["京都", "京", "都", "の", "天気", "天", "気"]
     telling_words("How do I list directories?")  ["list", "directories"]
 
-Case, width and accents do not count. A word is cut after five letters: over manual pages in six languages that found
-more than endings by language or Snowball's stemmers (docs/LOG.md), and no language has to be told from another. Where
-there are no blanks, each pair of characters is a word, and each Chinese character.
+Case, width and accents do not count. A word is cut after five letters, so no language has to be told from another; over
+manual pages in six languages that finds more than endings by language or Snowball's stemmers (docs/LOG.md). Where there
+are no blanks, each pair of characters is a word, and each Chinese character.
 """
 import re
 import tomllib
@@ -17,14 +17,14 @@ from pathlib import Path
 
 LETTERS = 5
 # Scripts without blanks between words; and Korean, whose particles are written together with their words.
-UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 HIRAGANA = "\u3041-\u309f"
 MARKS = "".join(mark for mark in map(chr, range(0x300, 0x3100)) if unicodedata.category(mark).startswith("M"))
 # Accents of Latin, Greek and Cyrillic letters, vowels of Hebrew and Arabic: questions are often typed without them.
 OPTIONAL = re.compile("[\u0300-\u036f\u0591-\u05c7\u064b-\u0652]")
 # Japanese changes the script where a word ends.
 WORD = re.compile(rf"[^\W_{UNSPACED}](?:[^\W_{UNSPACED}]|[{MARKS}])*"
-                  rf"|[{HIRAGANA}]+|[\u30a0-\u30ff]+|[\u3400-\u9fff]+|[{UNSPACED}{MARKS}]+")
+                  rf"|[{HIRAGANA}]+|[\u30a0-\u30ff]+|[\u3005\u3400-\u9fff]+|[{UNSPACED}{MARKS}]+")
 CHARACTER = re.compile(rf".[{MARKS}]*")
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
 # stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
