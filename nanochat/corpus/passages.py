@@ -5,6 +5,7 @@ A passage is as many sentences of a paragraph as have 300 characters. Its title 
 heading above it, or else the name of its file. nanochat/inference/retrieval.py reads what is written here.
 """
 import hashlib
+import itertools
 import platform
 import re
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, files_below, kind_of, own_path, say
 from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
-from nanochat.inference.retrieval import FORM, SENTENCE, Passage, connect, file_of, key_of, last_part, library_path
+from nanochat.data.sentences import sentence_ends
+from nanochat.inference.retrieval import FORM, Passage, connect, file_of, key_of, last_part, library_path
 from nanochat.inference.tools import Tools, open_tools
 from nanochat.inference.words import stems
 from nanochat.runtime.console import print0
@@ -21,8 +23,7 @@ from nanochat.runtime.files import locked, recover_folder, write_aside
 from nanochat.runtime.progress import progress
 
 WHOLE = 1 << 30  # characters: a text is not cut in pieces, so that its lines can be counted
-# The rest of a paragraph if that is short, else whole sentences, else whole words, else characters.
-PASSAGE = re.compile(r"\S.{0,299}$|\S.{0,298}(?:[.!?](?= )|[。！？])|\S.{0,299}(?= )|\S.{0,299}")
+LONGEST = 300  # characters of a passage
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 MARKUP = re.compile(r"!?\[([^\]]{0,200})\](?:\([^)]{0,500}\)|\[[^\]]{0,200}\])|`+|\*\*")  # what a link says stays
 # Code and comments are left out: on one line they cannot be read.
@@ -81,7 +82,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
             database.create_function("key_of", 1, key_of)
             database.create_function("last_part", 1, last_part)
             database.create_function("file_name", 1, lambda place: KIND.sub("", Path(file_of(place)).name))
-            database.create_function("first_sentence", 1, lambda text: SENTENCE.match(text)[0])
+            database.create_function("first_sentence", 1, lambda text: text[: sentence_ends(text)[0]])
             database.create_function("stems", 1, lambda text: " ".join(stems(text)))
             database.executescript(SCHEMA)
             database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
@@ -147,8 +148,20 @@ def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
             title = plain(heading).strip("# ")[:200] or title
         line += text.count("\n", position, block.start())
         position = block.start()
-        for passage in PASSAGE.findall(plain(block["paragraph"] or "")):
+        for passage in cut(plain(block["paragraph"] or "")):
             yield title, passage, line
+
+
+def cut(paragraph: str) -> Iterator[str]:
+    """The rest of a paragraph if that is short, else whole sentences, else whole words, else characters."""
+    start = 0
+    while start < len(paragraph):
+        # Two characters more show whether a sentence ends there.
+        text = paragraph[start : start + LONGEST + 2]
+        ends = [end for end in sentence_ends(text) if end <= LONGEST]
+        end = max(ends, default=0) or max(0, text.rfind(" ", 0, LONGEST + 1)) or LONGEST
+        yield text[:end]
+        start += end + (text[end : end + 1] == " ")
 
 
 def plain(text: str) -> str:
@@ -165,5 +178,5 @@ def python_passages() -> Iterator[Passage]:
             doc = rest
         sentence = first_sentence(doc) or ""
         text = sentence + first_paragraph(doc)[len(sentence):]
-        for passage in PASSAGE.findall(text)[:1]:
+        for passage in itertools.islice(cut(text), 1):
             yield Passage(name, passage, f"help({name})")

@@ -10,7 +10,6 @@ here.
 """
 import difflib
 import math
-import re
 import threading
 import time
 from pathlib import Path
@@ -41,7 +40,6 @@ TIME_LIMIT = 0.25
 # Characters of a question that are read.
 LONGEST = 256
 
-SENTENCE = re.compile(r".*?(?:[.!?。！？](?= |$)|$)", re.DOTALL)
 # "partition" is str.partition, not bytearray.partition, and "Path.mkdir" is pathlib.Path.mkdir.
 NAMED = """SELECT title, text, place FROM passages
 WHERE last = ?1 AND (key = ?2 OR substr(key, -1 - length(?2)) = '.' || ?2)
