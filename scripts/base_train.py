@@ -144,7 +144,8 @@ rows_at_once = math.lcm(16, world_size) if device_batch_size == -1 else device_b
 chosen = choose(config, matmul_parameters, flops_per_token, rows_at_once * max_seq_len, meta)
 total_batch_size, num_iterations, recipe = chosen.total_batch_size, chosen.num_iterations, chosen.recipe
 if device_batch_size == -1:
-    device_batch_size = rows_at_a_time(total_batch_size // max_seq_len, world_size, 16 if large else 8)
+    rows = total_batch_size // max_seq_len
+    device_batch_size = rows_at_a_time(rows, world_size, 16 if large else 8, pipeline_stages)
     config["device_batch_size"] = device_batch_size
 if fp8 == "auto":
     fp8 = compile and fp8_pays(device, model_config.n_embd, device_batch_size * max_seq_len)
@@ -154,8 +155,7 @@ config |= recipe._asdict() | {"fp8": fp8}  # checkpoints and the report show wha
 uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
 # The share of all ranks' places for rows in a step that have one: 1 if the ranks divide the batch
-step_places = grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks
-filled = total_batch_size / step_places
+filled = total_batch_size / (grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}"
        + (f"; {pipeline.dp_ranks} rank(s) do not divide the batch: {1 - filled:.0%} of their micro-steps are empty"
@@ -244,17 +244,14 @@ while True:
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1, passes=micro_batches):
             if pipeline_stages > 1:
-                # forward and backward passes of all micro-batches, in turns
-                loss = pipeline.step(inputs, targets, documents)
+                loss = pipeline.step(inputs, targets, documents)  # forward and backward of all micro-batches, in turns
             else:
                 loss = model(inputs, targets, documents=documents)  # mean over all targets of this micro-batch
                 (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
-        # read by a thread; the host does not wait for the copy
-        inputs, targets, documents, data_state = next(train_loader)
+        inputs, targets, documents, data_state = next(train_loader)  # read by a thread: the host does not wait
 
-    # reduce_and_clip divides loss and gradients by the sum of the counts: `filled` for each rank with a loss. In a
-    # pipeline only the last stage has one. (Fine-tuning counts targets.)
+    # reduce_and_clip divides loss and gradients by the sum of the counts. Of a pipeline only the last stage has a loss.
     count = filled if pipeline.is_last else 0.0
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
     lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step

@@ -80,7 +80,8 @@ def answer(messages: list[dict]) -> None:
     try:
         for delta in engine.stream(prompt, sampling):
             if delta.type != type:
-                print(place_of(deltas) + BEFORE[delta.type], end="")
+                closing = "] " if (type, delta.type) == ("python_output", "python") else ""
+                print(place_of(deltas) + closing + BEFORE[delta.type], end="")
             print(delta.text, end="", flush=True)
             deltas.append(delta)
             type = delta.type

@@ -75,7 +75,7 @@ def limits() -> dict[str, float]:
 
 
 def model_settings(depth: int) -> tuple[GPTConfig, torch.dtype, str, bool]:
-    return config_from_depth(depth, vocab_size, max_seq_len, arch=arch), model_dtype, device.type, compiles
+    return config_from_depth(depth, vocab_size, max_seq_len, arch=arch, bos=0), model_dtype, device.type, compiles
 
 
 def rows_by_formula(depth: int, checkpointing: bool) -> int:

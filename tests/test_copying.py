@@ -5,13 +5,14 @@ import pytest
 import torch
 from test_engine import draw_weights
 
+from nanochat.corpus.passages import make_library
 from nanochat.data.conversation import render_prompt
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.copying import Copying, Vocabulary, word_edges
 from nanochat.inference.detokenizer import answer_text, to_parts
 from nanochat.inference.engine import Engine
-from nanochat.inference.retrieval import Passage
+from nanochat.inference.retrieval import Library, Passage
 from nanochat.inference.sampling import SamplingParams
 from nanochat.inference.tools import NOTHING, REFUSAL, REFUSALS, TOOL_CALL, Tools
 from nanochat.model.gpt import GPT
@@ -165,6 +166,18 @@ def test_draws_at_any_temperature_quote_to_the_letter():
 def test_where_nothing_is_found_the_question_is_looked_up(questions, wider):
     assert Tools(Baking()).wider("search(' x')", questions.split("|")) == (wider and f'search("{wider}")')
     assert Tools(Baking()).wider("spell('x')", questions.split("|")) is None
+
+
+def test_a_wider_call_needs_a_word_of_the_users_own_question(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    (tmp_path / "shop.md").write_text("The bicycle shop opens at nine. The rear tyre needs four bar.\n")
+    tools = Tools(Library(make_library(str(tmp_path / "shop.md"))))
+    system = "You are the assistant of a bicycle shop."
+    assert tools.wider("lookup('Napoleon')", [f"{system}\n\nWho was Napoleon?"]) is None
+    opens = "When does the bicycle shop open?"
+    assert tools.wider("search('x')", [opens, "When does the museum in Paris open?"]) is None
+    follow_up = "And a tandem's trailer, re\u0301ar?"
+    assert tools.wider("search('x')", [opens, follow_up]) == f'search("{follow_up} {opens}")'
 
 
 @pytest.mark.parametrize("text, words", [

@@ -284,6 +284,15 @@ def test_a_title_the_name_of_a_file_and_its_beginning_count(folder):
     assert library.search("move windows").place == "notes/move.txt:1"
 
 
+def test_a_title_of_brackets_is_no_title_of_everything_and_vowel_signs_make_no_name(folder):
+    (folder / "a.md").write_text("# （一）总则\n\nFirst part.\n\n# (Optional)\n\nIt is optional.\n")
+    (folder / "b.md").write_text("# पानी\n\nटंकी छत पर है।\n\n# बिल\n\nपानी का बिल रवि ने भरा।\n")
+    library = made(folder)
+    assert library.lookup("（九）不存在") is library.lookup("??") is None
+    assert library.lookup("(optional)").text == "It is optional."
+    assert library.lookup("पानी का बिल किसने भरा").text == "पानी का बिल रवि ने भरा।"
+
+
 def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
     """Retrieval only; the folders and questions are of tests/questions.toml."""
     answered, refused = [], []

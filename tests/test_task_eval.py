@@ -98,6 +98,9 @@ def test_ranks_share_the_problems_and_agree():
     ("lookup(' rain') | nothing | I do not know. I found nothing about rains.", [True]),
     (f"lookup(' rain') | nothing | {REFUSALS['de']}", [False]), ("lookup(' rain') | nothing | It rains.", [True]),
     ("search('rain') | nothing |  | lookup('rain') | It rains. | It rain.", [False, True]),
+    ("lookup(' rain') | nothing | I do not know. I found noth", [False]),
+    ("search('rain') | Für euch. | F\ufffd", [False]),
+    ("lookup('wine') | nothing | I found nothing aboutwine.", [True]),
     ("12 * 3 | 36 | 37", []), ("search(' rain')", []),
 ])
 def test_what_is_a_misquote(said, wrong):

@@ -78,10 +78,12 @@ def misquotes(parts: Sequence[dict[str, str]]) -> list[bool]:
     for before, part, after in zip(parts, parts[1:], [*parts[2:], {"type": "text", "text": ""}]):
         call = TOOL_CALL.fullmatch(before["text"])
         if part["type"] == "python_output" and call and call[1] in QUERIES:
-            said = text_of([after]).strip()
-            names = (call[3], f" {call[3]}", f' "{call[3]}"')
-            right = ("", *REFUSALS.values(), *map(REFUSAL.format, names))
-            wrong.append(said not in right if part["text"] == NOTHING else not part["text"].startswith(said))
+            said = text_of([after]).strip(" \n\ufffd")  # an answer may be cut off, also within a character
+            name = call[3].strip()
+            right = [part["text"]]
+            if part["text"] == NOTHING:
+                right = [*REFUSALS.values(), REFUSAL.format(f" {name}"), REFUSAL.format(f' "{name}"')]
+            wrong.append(not any(text.startswith(said) for text in right))
     return wrong
 
 

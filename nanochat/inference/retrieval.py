@@ -12,6 +12,7 @@ import difflib
 import math
 import threading
 import time
+import unicodedata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,13 +103,13 @@ class Library:
     def titled(self, title: str) -> Passage | None:
         """The passage of this title; else of the shortest that ends in it."""
         key = key_of(title)
-        rows = self.query(NAMED, last_part(key), key, title)
+        rows = self.query(NAMED, last_part(key), key, title) if key else []
         return Passage(*rows[0]) if rows else None
 
     def named_in(self, text: str) -> Passage | None:
         """The passage whose title is a word of the text that only a name can be, with a dot, a digit, …"""
         for word in text.split():
-            passage = None if key_of(word).isalpha() else self.titled(word)
+            passage = None if is_word(key_of(word)) else self.titled(word)
             if passage:
                 return passage
         return None
@@ -122,7 +123,8 @@ class Library:
         named = self.titled(words)
         if named:
             return named
-        weights = self.weights(set(stems(words)), common_stems(question))
+        # In order, so that ties are not decided by the hash of a process.
+        weights = self.weights(sorted(set(stems(words))), common_stems(question))
 
         def weight_in(found: list[str]) -> float:
             return sum(weights[stem] for stem in weights.keys() & set(found))
@@ -146,7 +148,7 @@ class Library:
         best_file = file_of(max(ranking, key=lambda row: row[1])[2].place)
         return max(row for row in ranking if file_of(row[2].place) == best_file)[2]
 
-    def weights(self, asked: set[str], common: frozenset[str]) -> dict[str, float]:
+    def weights(self, asked: list[str], common: frozenset[str]) -> dict[str, float]:
         """
         The inverse document frequency of the stems of a question. One that no passage has weighs as the median of the
         others, as it may be what the question is about; a common one is left out then.
@@ -158,7 +160,7 @@ class Library:
         if not weights:
             return {}
         median = sorted(weights.values())[len(weights) // 2]
-        return dict.fromkeys(asked - common, median) | weights
+        return dict.fromkeys((stem for stem in asked if stem not in common), median) | weights
 
     def query(self, statement: str, *values: Any) -> list[tuple]:
         """All rows; none if the file cannot be read or the time is over."""
@@ -184,7 +186,13 @@ def library_path(name: str) -> Path:
 
 def key_of(title: str) -> str:
     """A title as it is compared: "`fs.readFile(path)`" -> "fs.readfile"."""
-    return " ".join(normal_form(title).partition("(")[0].strip("`*_'\"?!. ").split())
+    title = normal_form(title)
+    return " ".join((title.partition("(")[0] or title).strip("`*_'\"?!. ").split())
+
+
+def is_word(key: str) -> bool:
+    """Whether there are only letters, and marks such as vowel signs."""
+    return all(unicodedata.category(character)[0] in "LM" for character in key)
 
 
 def last_part(key: str) -> str:

@@ -17,6 +17,7 @@ from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.inference.retrieval import Library, Passage, library_path
+from nanochat.inference.words import common_stems, stems, telling_words
 
 NOTHING = "nothing"
 # What a model is trained to say then; the name in quotation marks where it has no blank before it.
@@ -74,17 +75,14 @@ class Tools:
         call = TOOL_CALL.fullmatch(expression)
         if call is None or call[1] not in QUERIES or not questions:
             return None
-        for words in (questions[-1], " ".join(questions[:-3:-1])):
+        # A system message stands in the same turn as the first question.
+        last, *before = [question.rpartition("\n\n")[2] for question in questions[:-3:-1]]
+        for words in (last, " ".join([last, *before])):
             wider = f'search("{words}")'
             passage = self.find(wider) if len(words) <= MOST_WORDS else None
-            if passage and (words == questions[-1] or self._has_word(passage, questions[-1])):
+            if passage and (words == last or shares_word(passage, last)):
                 return wider
         return None
-
-    def _has_word(self, passage: Passage, question: str) -> bool:
-        """Whether a passage has one of the question's words, in any form, that says something on its own."""
-        words = re.findall(r"\w{4,}", question.lower())
-        return any(word[:5] in passage.text.lower() and self.find(f'search("{word}")') for word in words)
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int, context: int) -> str | None:
         """
@@ -110,6 +108,12 @@ def open_tools(library: str | None, copying: bool = True) -> Tools:
     if library and "/" in library:
         path = Path(library).expanduser()
     return Tools(Library(path), copying)
+
+
+def shares_word(passage: Passage, question: str) -> bool:
+    """Whether a passage has one of the words that say what a question is about, in any form."""
+    asked = set(stems(" ".join(telling_words(question)))) - common_stems(question)
+    return not asked.isdisjoint(stems(f"{passage.title} {passage.text}"))
 
 
 def is_call(expression: str) -> bool:

@@ -72,12 +72,13 @@ def apply_schedule(
                 group["lr"] *= begin <= step / num_iterations < end
 
 
-def rows_at_a_time(rows: int, ranks: int, most: int) -> int:
+def rows_at_a_time(rows: int, ranks: int, most: int, pipeline_stages: int = 1) -> int:
     """
     Rows per rank and micro-step, at most `most`, for steps of `rows`: what divides each rank's share. Where the ranks
-    do not divide a step, places in its last micro-step are empty: up to a tenth, so that micro-steps are large.
+    do not divide a step, places in its last micro-step are empty: up to a tenth, so that micro-steps are large. A
+    pipeline has no empty places.
     """
-    if rows % ranks == 0:
+    if rows % ranks == 0 or pipeline_stages > 1:
         return math.gcd(rows // ranks, most)
     for size in range(most, 1, -1):
         if rows % size == 0 and rows >= 0.9 * ranks * size * math.ceil(rows / (ranks * size)):

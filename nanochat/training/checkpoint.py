@@ -232,7 +232,7 @@ def meta_of_same_model(checkpoint: Path, config: GPTConfig, tokenizer: Tokenizer
     # Pieces without parameters leave no trace in the weights, and a default may have changed: the configs are compared.
     if differing := dict(vars(GPTConfig(**meta["model_config"])).items() - vars(config).items()):
         raise UserError(f"{checkpoint} does not fit this run: its model has {differing}; "
-                        "say so with --depth and --arch=modern,…, or choose another --model_tag")
+                        "say so with --depth and --arch=modern,NAME=VALUE, or choose another --model_tag")
     return meta
 
 
