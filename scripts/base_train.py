@@ -255,7 +255,7 @@ while True:
     count = filled if pipeline.is_last else 0.0
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
     lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
-    with session.update(stats, lrm):  # ends the step: + 1. An error in here saves nothing: parameters are half updated
+    with session.update(stats, lrm):  # then session.step += 1. An error in here saves nothing: parameters are half new
         for optimizer in optimizers:
             optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
         sharding.all_gather_params()

@@ -77,7 +77,7 @@ class Tools:
             return None
         # A system message stands in the same turn as the first question.
         last, *before = [question.rpartition("\n\n")[2] for question in questions[:-3:-1]]
-        for words in (last, " ".join([last, *before])):
+        for words in [last, *(f"{last} {question}" for question in before)]:
             wider = f'search("{words}")'
             passage = self.find(wider) if len(words) <= MOST_WORDS else None
             if passage and (words == last or shares_word(passage, last)):
