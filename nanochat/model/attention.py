@@ -55,9 +55,11 @@ def varlen_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     length = q.size(1)
+    # torch 2.11 knows no groups, but all the rest.
+    groups = {"enable_gqa": True} if q.size(2) > k.size(2) else {}
     y = varlen_attn(
         *(heads.flatten(0, 1) for heads in (q, k, v)), documents, documents, length, length,
-        window_size=(window - 1 if window < length else -1, 0), enable_gqa=q.size(2) > k.size(2),
+        window_size=(window - 1 if window < length else -1, 0), **groups,
     )  # (B · T, H, D)
     return y.view(q.shape)
 
@@ -85,7 +87,7 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, group: i
             why = f"its error is {error:.1%}"
         except ModuleNotFoundError:
             continue
-        # Any kind of error counts, torch 2.11's fewer arguments too: there is another kernel.
+        # Any kind of error counts: there is another kernel.
         except Exception as error:
             why = first_line(error)
         print0(f"not using FlashAttention {version}: {why}")
