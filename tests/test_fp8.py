@@ -3,8 +3,11 @@ import pytest
 import torch
 
 from nanochat.model import fp8
+from nanochat.model.fp8_cast import cast_both
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
+from nanochat.model.layers import SquaredReLU
+from nanochat.model.loss import Products, softcapped_cross_entropy
 from nanochat.runtime.errors import UserError
 
 # Largest rounding error of a number: half of its last bit, or half of the smallest number, in units of the scale.
@@ -41,6 +44,52 @@ def test_products_are_within_the_rounding_of_their_operands(dtype, rounding):
         error = (got.double() - exact).abs()
         assert got.dtype == dtype and (error <= bound + rounding * (a @ b)).all()
         assert error.mean() > 0.01 * bound.mean(), "it is 8 bits that were multiplied"
+
+
+def test_an_mlp_in_8_bits_is_its_two_products_and_relu_squared():
+    """In float32 to the bit, forward and backward: relu² is computed where it is cast, and not kept."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight_in, weight_out, grad = (
+        torch.randn(shape, generator=generator, requires_grad=True)
+        for shape in ((2, 16, 32), (128, 32), (32, 128), (2, 16, 32)))
+    inputs = x, weight_in, weight_out
+    apart = fp8.fp8_linear(SquaredReLU.apply(fp8.fp8_linear(x, weight_in)), weight_out)
+    whole = fp8.fp8_mlp(*inputs)
+    assert whole.equal(apart)
+    for ours, theirs in zip(torch.autograd.grad(whole, inputs, grad), torch.autograd.grad(apart, inputs, grad)):
+        assert ours.equal(theirs)
+
+
+@pytest.mark.parametrize("spread", [0, 5])
+def test_a_head_in_8_bits_gives_nearly_the_loss_and_gradients_of_float32(spread):
+    """Also where the sums of exponentials of two rows are e^10 apart."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 32, generator=generator)
+    x[:, 0] = torch.linspace(-spread, spread, 64)
+    head = torch.randn(128, 32, generator=generator) * 0.1
+    head[:, 0] = 1
+    targets = torch.randint(0, 128, (64,), generator=generator)
+    exact, ours = (), ()
+    for products in (Products, fp8.Fp8Products):
+        inputs = x.clone().requires_grad_(), head.clone().requires_grad_()
+        loss = softcapped_cross_entropy(*inputs, targets, 128, 15.0, None, products)
+        exact, ours = ours, (loss.detach(), *torch.autograd.grad(loss, inputs))
+    assert not ours[0].equal(exact[0])
+    for a, b, limit in zip(ours, exact, (0.01, 0.15, 0.15)):  # two bits of mantissa
+        assert (a - b).norm() < limit * b.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", ["x", "hidden", "both"])
+@pytest.mark.parametrize("shape", [(16, 48), (272, 144), (1000, 1408)])
+def test_the_kernel_casts_as_torch_does(form, shape):
+    x, hidden = torch.randn(2, *shape, device="cuda").exp().sub(1).bfloat16()
+    x, hidden = (None if form == "hidden" else x), (None if form == "x" else hidden)
+    for dtype in (fp8.E4M3, fp8.E5M2):
+        scale = torch.tensor(0.37, device="cuda")
+        on_cpu = cast_both(*(t if t is None else t.cpu() for t in (x, hidden, scale)), dtype)
+        for ours, theirs in zip(cast_both(x, hidden, scale, dtype), on_cpu):
+            assert ours.cpu().view(torch.uint8).equal(theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

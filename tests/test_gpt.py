@@ -30,6 +30,7 @@ from nanochat.model.loss import (
     softcapped_cross_entropy,
     token_losses,
 )
+from nanochat.model.table_gradient import Lookup
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.compiling import eagerly, switch
 from nanochat.runtime.errors import UserError
@@ -492,3 +493,20 @@ def test_generate_is_the_argmax():
         assert token == model(torch.tensor([ids[-32:]]))[0, -1].argmax()
         ids = [*ids, token]
     assert len(ids) == 43
+
+
+@pytest.mark.parametrize("places, rows, most", [(2048, 97, 40), (65, 500, 3), (640, 2, 640), (1, 3, 1)])
+def test_a_tables_gradient_is_the_sum_over_each_tokens_places(places, rows, most):
+    """Of a token with `most` places as of one with none; on a GPU in one order, by the kernels."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, rows, (places,), generator=generator)
+    tokens[:most] = rows - 1
+    grad = torch.randn(places, 24, generator=generator)
+    exact = torch.stack([grad.double()[tokens == token].sum(0) for token in range(rows)])
+    table = torch.zeros(rows, 24, device=device, requires_grad=True)
+    for _ in range(2):
+        (ours,) = torch.autograd.grad(Lookup.apply(table, tokens.to(device)), table, grad.to(device))
+        assert (ours.cpu() - exact).abs().max() < 1e-4
+    (again,) = torch.autograd.grad(Lookup.apply(table, tokens.to(device)), table, grad.to(device))
+    assert again.equal(ours)

@@ -5,10 +5,15 @@ Each tensor is scaled so that its largest number is the largest of its format; s
 Passes without gradients (validation, CORE, samples) multiply in the model's own dtype, as whoever loads it will.
 """
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.model.gpt import GPT
+from nanochat.model.fp8_cast import cast_both
+from nanochat.model.gpt import GPT, Head
+from nanochat.model.layers import mlp
 from nanochat.runtime.errors import UserError
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 # cuBLAS takes operands whose two sizes are multiples of this.
 MULTIPLE = 16
@@ -37,7 +42,9 @@ def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
                         f"max_seq_len is {tokens}")
     for block in model.own_blocks():
         block.attn.linear = fp8_linear
-        block.mlp.linear = fp8_linear
+        block.mlp.compute = fp8_mlp
+    if isinstance(model.lm_head, Head):
+        model.lm_head.products = Fp8Products
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -47,27 +54,89 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     return Fp8Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
+def fp8_mlp(x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
+    """`mlp` of layers.py with 8-bit copies."""
+    if not torch.is_grad_enabled():
+        return mlp(x, weight_in, weight_out)
+    return Fp8MLP.apply(x.flatten(0, -2), weight_in, weight_out).unflatten(0, x.shape[:-1])
+
+
+class Fp8Products:
+    """`Products` of loss.py in 8 bits."""
+
+    def __init__(self, head: Tensor):
+        self.dtype = head.dtype
+        self.head, self.columns, self.scale = scaled(head, E4M3)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        rows8, _, scale = scaled(rows, E4M3)
+        return product(rows8, scale, self.head, self.scale, self.dtype, fast=True)
+
+    def gradients(self, grad: Tensor, largest: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        # A row's numbers may be e^10 times another's: that is a third of what 5 bits of exponent span.
+        grad8, grad_columns, grad_scale = scaled(grad, E5M2, largest.amax())
+        _, rows_columns, rows_scale = scaled(rows, E4M3)
+        return (product(grad8, grad_scale, self.columns, self.scale, self.dtype),
+                product(grad_columns, grad_scale, rows_columns, rows_scale, self.dtype))
+
+
 class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        x8, x_scale = scaled(x, torch.float8_e4m3fn)
-        weight8, weight_scale = scaled(weight, torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, x_scale, weight8, weight_scale)
+        x8, x8_columns, x_scale = scaled(x, E4M3)
+        weight8, weight8_columns, weight_scale = scaled(weight, E4M3)
+        ctx.save_for_backward(x8_columns, x_scale, weight8_columns, weight_scale)
         return product(x8, x_scale, weight8, weight_scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x8, x_scale, weight8, weight_scale = ctx.saved_tensors
-        grad8, grad_scale = scaled(grad, torch.float8_e5m2)
-        grad_x = product(grad8, grad_scale, weight8.T, weight_scale, grad.dtype)   # (N, K)
-        grad_weight = product(grad8.T, grad_scale, x8.T, x_scale, grad.dtype)      # (M, K)
+        x8_columns, x_scale, weight8_columns, weight_scale = ctx.saved_tensors
+        grad8, grad8_columns, grad_scale = scaled(grad, E5M2)
+        grad_x = product(grad8, grad_scale, weight8_columns, weight_scale, grad.dtype)     # (N, K)
+        grad_weight = product(grad8_columns, grad_scale, x8_columns, x_scale, grad.dtype)  # (M, K)
         return grad_x, grad_weight
 
 
-def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x / scale in 8 bits, and the scale, float32. A number that is not finite makes all of it NaN."""
-    scale = x.abs().amax().float().clamp(min=1e-30) / torch.finfo(dtype).max
-    return (x.float() / scale).to(dtype), scale
+class Fp8MLP(torch.autograd.Function):
+    """Both products of an MLP with relu² between them, which is computed where it is cast and never kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
+        x8, x8_columns, x_scale = scaled(x, E4M3)
+        in8, in8_columns, in_scale = scaled(weight_in, E4M3)
+        hidden = product(x8, x_scale, in8, in_scale, x.dtype, fast=True)  # (N, 4 C)
+        square_scale = scale_for(F.relu(hidden).amax().float().square(), E4M3)
+        square8, square8_columns = cast_both(None, hidden, square_scale, E4M3)
+        out8, out8_columns, out_scale = scaled(weight_out, E4M3)
+        ctx.save_for_backward(x8_columns, x_scale, in8_columns, in_scale, hidden, square8_columns, square_scale,
+                              out8_columns, out_scale)
+        return product(square8, square_scale, out8, out_scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x8_columns, x_scale, in8_columns, in_scale, hidden, square8_columns, square_scale, out8_columns,
+         out_scale) = ctx.saved_tensors
+        dtype = grad.dtype
+        grad8, grad8_columns, grad_scale = scaled(grad, E5M2)
+        grad_out = product(grad8_columns, grad_scale, square8_columns, square_scale, dtype)
+        wide = product(grad8, grad_scale, out8_columns, out_scale, dtype)  # (N, 4 C), of relu²
+        wide_scale = scale_for((2 * F.relu(hidden).float() * wide).abs().amax(), E5M2)
+        wide8, wide8_columns = cast_both(wide, hidden, wide_scale, E5M2)
+        grad_in = product(wide8_columns, wide_scale, x8_columns, x_scale, dtype)
+        return product(wide8, wide_scale, in8_columns, in_scale, dtype), grad_in, grad_out
+
+
+def scaled(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """x (N, K) / scale in 8 bits, the same transposed, (K, N), and the scale. largest: as `scale_for`; None: of x."""
+    if largest is None:
+        largest = x.abs().amax()
+    scale = scale_for(largest, dtype)
+    return *cast_both(x, None, scale, dtype), scale
+
+
+def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale, float32, for numbers of which none is larger. One that is not finite makes all of them NaN."""
+    return largest.float().clamp(min=1e-30) / torch.finfo(dtype).max
 
 
 def product(
@@ -78,10 +147,11 @@ def product(
     dtype: torch.dtype,
     fast: bool = False,
 ) -> Tensor:
-    """a (N, K) times b (M, K) transposed, both scaled. fast: a GPU adds with fewer bits, enough for a forward pass."""
+    """
+    a (N, K) times b (M, K) transposed, both scaled and contiguous. fast: a GPU adds with fewer bits, enough for a
+    forward pass.
+    """
     # Torch's own kernel takes seconds on some CPUs.
     if a.device.type == "cpu":
         return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)
-    # The kernel wants rows of a and rows of b, each contiguous.
-    return torch._scaled_mm(
-        a.contiguous(), b.contiguous().T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)

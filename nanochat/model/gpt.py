@@ -8,6 +8,7 @@ gpt_config.py add to it. A block is in layers.py.
 """
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from nanochat.model.attention import document_begins, has_varlen
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import Block, Embedding, Gate, Positions, Streams, Table, norm, rotary_angles
-from nanochat.model.loss import cap, softcapped_cross_entropy, token_losses
+from nanochat.model.loss import Products, cap, softcapped_cross_entropy, token_losses
 from nanochat.runtime.compiling import of_any_number
 
 Role = Literal["embedding", "head", "matrix", "table", "gate", "smear", "residual_scale", "first_scale"]
@@ -33,6 +34,7 @@ class Head(nn.Linear):
         super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
         self.vocab_size = config.vocab_size
         self.softcap = config.softcap
+        self.products: Callable = Products
 
     def forward(
         self,
@@ -49,7 +51,7 @@ class Head(nn.Linear):
             return token_losses(*rows).view(targets.shape)
         if weights is not None:
             weights = weights.flatten()
-        loss = softcapped_cross_entropy(*rows, weights)
+        loss = softcapped_cross_entropy(*rows, weights, self.products)
         if reduction == "mean":
             loss = loss / (targets >= 0).sum().clamp(min=1)
         return loss

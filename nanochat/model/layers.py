@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanochat.model.attention import attention, offset_keys, token_before
 from nanochat.model.gpt_config import GPTConfig
+from nanochat.model.table_gradient import Lookup
 from nanochat.runtime.compiling import of_any_length
 
 # float32's machine epsilon, also for bfloat16: its own would change the result.
@@ -122,6 +123,11 @@ class Table(nn.Embedding):
 
     def __init__(self, rows: int, width: int):
         super().__init__(rows, width, _weight=torch.empty(rows, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and tokens.is_cuda:
+            return Lookup.apply(self.weight, tokens)
+        return super().forward(tokens)
 
 
 class Embedding(Table):
@@ -243,11 +249,15 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
-        self.linear: Callable = F.linear
+        self.compute: Callable = mlp  # fp8.py replaces it
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x, self.c_fc.weight)  # (B, T, 4 C)
-        return self.linear(SquaredReLU.apply(x), self.c_proj.weight)
+        return self.compute(x, self.c_fc.weight, self.c_proj.weight)
+
+
+def mlp(x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
+    """x (…, C) → (…, C), with relu² of 4 C numbers between two products."""
+    return F.linear(SquaredReLU.apply(F.linear(x, weight_in)), weight_out)
 
 
 class Block(nn.Module):

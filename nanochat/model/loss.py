@@ -5,7 +5,7 @@ The logits are the largest tensor of a step (tokens x vocabulary). Here they exi
 product with the head; softcap, sums and gradient in one fused kernel; both products of the backward pass, on a CPU
 while the chunk is still in its cache. Kept for the backward pass are tensors of the inputs' sizes, not the logits.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import ceil
 
 import torch
@@ -17,6 +17,21 @@ from nanochat.runtime.compiling import compiled, of_any_length
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
 
 
+class Products:
+    """A head's three products with a chunk of rows, in the head's dtype. fp8.py has those in 8 bits."""
+
+    def __init__(self, head: Tensor):
+        self.head = head  # (V, C)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """rows (N, C) → (N, V)."""
+        return rows @ self.head.T
+
+    def gradients(self, grad: Tensor, largest: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """grad (N, V), rows (N, C) → grad · head, (N, C), and gradᵀ · rows, (V, C). largest (N,): none is larger."""
+        return grad @ self.head, grad.T @ rows
+
+
 def softcapped_cross_entropy(
     x: Tensor,
     head: Tensor,
@@ -24,6 +39,7 @@ def softcapped_cross_entropy(
     vocab_size: int,
     softcap: float | None,
     weights: Tensor | None = None,
+    products: Callable = Products,
 ) -> Tensor:
     """
     Sum over the targets of −log softmax(softcap · tanh(x headᵀ / softcap))[target], in float32, a scalar.
@@ -32,7 +48,7 @@ def softcapped_cross_entropy(
     targets: (N,) int64, negative where there is nothing to predict; a target in the padding has infinite loss;
     softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, a factor for each target's loss.
     Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None), and to
-    weights: each target's loss, 0 where the weight is 0 on a CPU.
+    weights: each target's loss, 0 where the weight is 0 on a CPU. products: multiplies with the head, see Products.
     """
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
@@ -41,7 +57,7 @@ def softcapped_cross_entropy(
         counted = weights.nonzero()[:, 0]
         if len(counted) < len(x):
             x, targets, weights = (t.index_select(0, counted) for t in (x, targets, weights))
-    return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap)
+    return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, products)
 
 
 def token_losses(
@@ -70,7 +86,9 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         vocab_size: int,
         softcap: float | None,
+        products: Callable = Products,
     ) -> Tensor:
+        multiply = products(head)
         real = real_columns(head, vocab_size)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x)
@@ -79,14 +97,16 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         token_losses = torch.empty_like(weights)
         start = 0
         for rows, row_targets, row_weights in chunks(head.size(0), x, targets.clamp(min=0), weights):
-            losses, total, grad = losses_and_gradient(rows @ head.T, row_targets, real, softcap)
+            losses, total, grad = losses_and_gradient(multiply.logits(rows), row_targets, real, softcap)
             loss += (losses * row_weights).sum()
             # A factor of each row is missing from the gradient: in the products it costs no pass over the logits.
             scale = (row_weights / total)[:, None]
-            grad_x[start : start + len(rows)] = (grad @ head) * scale
+            to_rows, to_head = multiply.gradients(grad, total, (rows * scale).to(rows.dtype))
+            grad_x[start : start + len(rows)] = to_rows * scale
             token_losses[start : start + len(rows)] = losses
             start += len(rows)
-            compiled(add_to)(grad_head, grad.T @ (rows * scale).to(rows.dtype))
+            compiled(add_to)(grad_head, to_head)
+            del to_rows, to_head
         ctx.save_for_backward(grad_x, grad_head, token_losses)
         ctx.head_dtype = head.grad_dtype or torch.float32
         return loss
@@ -95,7 +115,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_head, token_losses = ctx.saved_tensors
         grad_x = grad_x * grad_loss.to(grad_x.dtype)
-        return grad_x, (grad_head * grad_loss).to(ctx.head_dtype), None, token_losses * grad_loss, None, None
+        return grad_x, (grad_head * grad_loss).to(ctx.head_dtype), None, token_losses * grad_loss, None, None, None
 
 
 def chunks(vocab: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -106,10 +126,10 @@ def chunks(vocab: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def chunk_rows(rows: int, vocab: int, device_type: str) -> int:
-    """The number of rows of a chunk."""
-    most = max(CHUNK_LOGITS.get(device_type, 2**24), vocab)
+    """The number of rows of a chunk, a multiple of 16 if `rows` is one, as products in 8 bits want it."""
+    most = max(CHUNK_LOGITS.get(device_type, 2**24), 16 * vocab)
     while rows * vocab > most:
-        rows = ceil(rows / 2)
+        rows = 16 * ceil(rows / 32)
     return rows
 
 
