@@ -71,7 +71,10 @@ class RotatedNorm(torch.autograd.Function):
         wide = x.float()
         # The norm is taken before the rotation, which does not change it.
         scale = factor * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
-        y = (rotate(wide, cos, sin) * scale).type_as(x)
+        y = rotate(wide, cos, sin) * scale
+        # In compiled code of torch 2.11 a conversion of float32 to itself would make the gradient zero.
+        if y.dtype != x.dtype:
+            y = y.type_as(x)
         ctx.save_for_backward(y, scale, cos, sin)
         ctx.factor = factor
         return y
