@@ -10,35 +10,48 @@ from torch import Tensor
 BLOCK = 128
 
 
-@torch.library.custom_op("nanochat::cast_both", mutates_args=())
-def cast_both(x: Tensor | None, hidden: Tensor | None, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("nanochat::cast", mutates_args=())
+def cast(
+    x: Tensor | None, hidden: Tensor | None, scale: Tensor, dtype: torch.dtype, by_rows: bool = True,
+    by_columns: bool = True,
+) -> tuple[Tensor, Tensor]:
     """
-    value / scale as `dtype`: (N, K), and transposed (K, N). scale: float32, one number. value: x (N, K); without x
-    relu(hidden)²; with both the gradient of hidden, x being that of relu(hidden)².
+    value / scale as `dtype`: (N, K), and transposed (K, N); what is not wanted is empty. scale: float32, one number.
+    value: x (N, K); without x relu(hidden)²; with both the gradient of hidden, x being that of relu(hidden)².
     """
     if hidden is None:
         value = x.float()
     else:
         value = F.relu(hidden).float()
         value = value.square() if x is None else 2 * value * x
-    x8 = (value / scale).to(dtype)
-    return x8, x8.T.clone(memory_format=torch.contiguous_format)
+    rows, columns = empty(value, dtype, by_rows, by_columns)
+    value = (value / scale).to(dtype)
+    if by_rows:
+        rows.copy_(value)
+    if by_columns:
+        columns.copy_(value.T)
+    return rows, columns
 
 
-@cast_both.register_fake
-def _(x: Tensor | None, hidden: Tensor | None, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shape = (hidden if x is None else x).shape
-    return scale.new_empty(shape, dtype=dtype), scale.new_empty(shape[::-1], dtype=dtype)
+def empty(like: Tensor, dtype: torch.dtype, by_rows: bool, by_columns: bool) -> tuple[Tensor, Tensor]:
+    return (like.new_empty(like.shape if by_rows else 0, dtype=dtype),
+            like.new_empty(like.shape[::-1] if by_columns else 0, dtype=dtype))
 
 
-@cast_both.register_kernel("cuda")
-def _(x: Tensor | None, hidden: Tensor | None, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@cast.register_fake
+def _(x, hidden, scale, dtype, by_rows=True, by_columns=True):
+    return empty(hidden if x is None else x, dtype, by_rows, by_columns)
+
+
+@cast.register_kernel("cuda")
+def _(x, hidden, scale, dtype, by_rows=True, by_columns=True):
     from nanochat.model.fp8_kernel import cast_kernel  # Triton comes with torch for CUDA only
 
-    rows, columns = (hidden if x is None else x).shape
-    by_rows = scale.new_empty(rows, columns, dtype=dtype)
-    by_columns = scale.new_empty(columns, rows, dtype=dtype)
     x, hidden = (tensor if tensor is None else tensor.contiguous() for tensor in (x, hidden))
+    value = hidden if x is None else x
+    rows, columns = value.shape
+    results = empty(value, dtype, by_rows, by_columns)
     cast_kernel[-(-columns // BLOCK), -(-rows // BLOCK)](
-        x, hidden, scale, by_rows, by_columns, rows, columns, x is not None, hidden is not None, BLOCK, num_warps=8)
-    return by_rows, by_columns
+        x, hidden, scale, *results, rows, columns, x is not None, hidden is not None, by_rows, by_columns, BLOCK,
+        num_warps=8)
+    return results

@@ -6,9 +6,9 @@ import triton.language as tl
 @triton.jit
 def cast_kernel(
     x, hidden, scale, by_rows, by_columns, rows, columns, HAS_X: tl.constexpr, HAS_HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """`cast_both` of one block: columns from program_id(0) · BLOCK on, rows from program_id(1) · BLOCK on."""
+    """`cast` of one block: columns from program_id(0) · BLOCK on, rows from program_id(1) · BLOCK on."""
     row = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
@@ -23,5 +23,7 @@ def cast_kernel(
             value = root * root
     # Rounded as torch does; Triton's own division is off by a bit now and then.
     value = tl.div_rn(value, tl.load(scale)).to(by_rows.dtype.element_ty)
-    tl.store(by_rows + place, value, inside)
-    tl.store(by_columns + column[:, None] * rows + row[None, :], tl.trans(value), tl.trans(inside))
+    if BY_ROWS:
+        tl.store(by_rows + place, value, inside)
+    if BY_COLUMNS:
+        tl.store(by_columns + column[:, None] * rows + row[None, :], tl.trans(value), tl.trans(inside))
