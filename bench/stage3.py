@@ -80,7 +80,7 @@ def train(model: GPT, params: list[Tensor], kind: type = torch.optim.AdamW) -> i
     """STEPS of an optimizer. Returns the bytes that this rank sends in one."""
     rank, ranks = rank_and_size()
     optimizer = kind(params, lr=0.01)
-    watch = Sent(rank, ranks)
+    watch = Sent()
     for step in range(STEPS):
         rows = torch.randint(UNIT // C, (ranks, 2, 1, T), generator=torch.Generator().manual_seed(step))
         with watch:

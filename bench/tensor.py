@@ -133,7 +133,7 @@ def compare(
         p.data.normal_(0, 0.1, generator=generator)  # a new block's output matrices are zeros, and would hide the rest
     alone = copy.deepcopy(module)
     x, grad = (torch.randn(1, T, C, generator=generator) for _ in range(2))
-    watch, kept, kept_alone = Sent(rank, ranks), Kept(), Kept()
+    watch, kept, kept_alone = Sent(), Kept(), Kept()
     with kept_alone:
         right = on_one(alone, x.requires_grad_())
         right.backward(grad)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +17,7 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.memory import split_into_stages, state_bytes
 from nanochat.plan.step_trial import set_up_training, train_step
 from nanochat.plan.traffic import collectives
-from nanochat.runtime.collectives import gather_objects
+from nanochat.runtime.collectives import gather_objects, rank_and_size
 
 STAGES, MICRO_STEPS = (0, 1, 2, 3), (1, 4)
 KEPT = ("parameters", "gradients", "optimizer")  # the fields of StateBytes
@@ -73,15 +74,13 @@ class Sent(TorchDispatchMode):
     PyTorch's collectives pass here, FSDP's too; those without a formula are refused.
     """
 
-    def __init__(self, rank: int, ranks: int):
+    def __init__(self):
         super().__init__()
-        self.rank = rank
-        self.ranks = ranks
         self.sent = 0.0  # bytes
 
     def __torch_dispatch__(self, func: Any, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self.sent += sent_in(func._schema.name.removeprefix("c10d::"), args, self.rank, self.ranks)
+            self.sent += sent_in(func._schema.name.removeprefix("c10d::"), args, *rank_and_size())
         return func(*args, **(kwargs or {}))
 
 
@@ -104,10 +103,9 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 class Watch(Sent):
     """Counts what a model sends that is trained in a stage of ZeRO, and what it keeps."""
 
-    def __init__(self, rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str):
-        super().__init__(rank, ranks)
-        self.model, self.sharding, self.optimizers = set_up_training(
-            config, getattr(torch, dtype), torch.device("cpu"), stage)
+    def __init__(self, config: GPTConfig, stage: int, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.sharding, self.optimizers = set_up_training(config, dtype, torch.device("cpu"), stage)
         # Stage 3 has none of them.
         self.buckets = getattr(self.sharding, "buckets", [])
         self.sending = getattr(self.sharding, "in_flight", ())
@@ -135,14 +133,7 @@ class Watch(Sent):
         return found
 
     def census(self) -> dict[str, int]:
-        """Bytes alive on this rank, by purpose, once gloo's threads have let go of what has arrived, a moment later."""
-        deadline = time.monotonic() + 0.3
-        while (result := self.classify())["rest"] > 10_000 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return result
-
-    def classify(self) -> dict[str, int]:
-        """A storage counts once: in float32 a master is its parameter's own memory."""
+        """Bytes alive on this rank, by purpose. A storage counts once: in float32 a master is its parameter's memory."""
         params = list(self.model.parameters())
         shards = self.sharding.shards
         state = [s.master for s in shards]
@@ -170,17 +161,20 @@ class Watch(Sent):
         """Before a forward pass: a census after the second micro-step, as stage 2 has received all it will keep."""
         self.passes += 1
         if self.passes == 3:
+            time.sleep(0.3)  # gloo's threads let go of what has arrived a moment later
             gc.collect()
             self.memory = self.census()
 
 
-def measure(watch: Watch) -> dict:
+def measure(config: GPTConfig, stage: int, dtype: torch.dtype) -> tuple[dict[str, int], int, list[float]]:
     """
-    On this rank, in bytes: {"memory": census between micro-steps, "sent": for each of MICRO_STEPS what this rank sent
-    in an optimizer step, "whole": most bytes of whole gradients during a backward pass}.
+    On this rank, in bytes: a census between micro-steps; most of whole gradients during a backward pass; what it sends
+    in an optimizer step, for each of MICRO_STEPS.
     """
-    config = watch.model.config
-    generator = torch.Generator().manual_seed(watch.rank)
+    gc.collect()
+    gc.freeze()  # a later census does not look through what is alive by now
+    watch = Watch(config, stage, dtype)
+    generator = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=generator)
     sent = []
     for micro_steps in MICRO_STEPS:
@@ -189,26 +183,23 @@ def measure(watch: Watch) -> dict:
             train_step(watch.model, watch.sharding, watch.optimizers, rows, micro_steps)
             watch.sharding.wait_for_params()  # base_train leaves that to the next forward pass
         sent.append(watch.sent)
-    return {"memory": watch.memory, "sent": sent, "whole": watch.whole}
+    return watch.memory, watch.whole, sent
 
 
 def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[dict]:
     """Each stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
     results = []
     (model,) = split_into_stages(config)
-    adamw, muon = model.adamw, model.muon
-    counts = adamw + muon, muon, config.padded_vocab_size * config.n_embd
+    counts = model.adamw + model.muon, model.muon, config.padded_vocab_size * config.n_embd
+    kind = getattr(torch, dtype)
     for stage in STAGES:
-        gc.collect()
-        gc.freeze()  # a later census does not look through what is alive by now
-        per_rank = gather_objects(measure(Watch(rank, ranks, config, stage, dtype)))
-        kind = getattr(torch, dtype)
+        memory, whole, sent = zip(*gather_objects(measure(config, stage, kind)))
         results.append({
             "stage": stage,
-            "memory": {part: max(r["memory"][part] for r in per_rank) for part in per_rank[0]["memory"]},
-            "whole": max(r["whole"] for r in per_rank),
-            "sent": [sum(sent) / ranks for sent in zip(*(r["sent"] for r in per_rank))],
+            "memory": {part: max(of_rank[part] for of_rank in memory) for part in memory[0]},
+            "whole": max(whole),
+            "sent": [sum(column) / ranks for column in zip(*sent)],
             "expected sent": [sent_bytes(stage, ranks, m, kind, *counts) for m in MICRO_STEPS],
-            "expected": state_bytes(stage, ranks, kind, adamw, muon)._asdict(),
+            "expected": state_bytes(stage, ranks, kind, model.adamw, model.muon)._asdict(),
         })
     return results
