@@ -9,16 +9,13 @@ figure is the best of several runs.
 MBU is the share of the memory's copy rate that a step would take to read what it has to read: every matrix and the head
 once, and each row's keys and values. It may pass 100% where a part of these stays in the processor's caches.
 """
-from typing import Literal
-
 from configurator import configure
 
 depth = 4                   # [1..] layers; width and heads follow from it
 arch = "classic"            # or "modern", or one of them with changes
 vocab_size = 8192           # [266..] tokens
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 batch_size = 16             # [1..] sequences decoded together
-new_tokens = 256            # [1..496] written after each prompt of 16
+new_tokens = 256            # [2..496] written after each prompt of 16
 repeats = 5                 # [1..] of which the fastest counts
 configure(globals())
 
@@ -28,6 +25,7 @@ from collections.abc import Callable
 
 import torch
 
+from bench.harness import random_tokens
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
@@ -35,12 +33,12 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.runtime.distributed import compute_init
 
-*_, device = compute_init(device_type)
+*_, device = compute_init("")
 # Of the right size; no text is made.
 tokenizer = Tokenizer([bytes(divmod(i, 256)) for i in range(vocab_size - 256 - len(SPECIAL_TOKENS))])
 model = GPT(config_from_depth(depth, vocab_size, 512, arch=arch)).to(device)
 model.init_weights(0)
-prompts = torch.randint(256, (batch_size, 16), generator=torch.Generator().manual_seed(0)).tolist()
+prompts = random_tokens(256, batch_size, 16).tolist()
 greedy = SamplingParams(new_tokens, temperature=0, stop=())
 
 
@@ -61,12 +59,12 @@ def step_bytes(rows: int, number: int) -> float:
     config = model.config
     lengths = range(len(prompts[0]) + 1, len(prompts[0]) + new_tokens)
     seen = sum(min(length, config.window(layer)) for layer in range(config.n_layer) for length in lengths)
-    kv = 2 * config.n_kv_head * config.head_dim * number * seen / max(len(lengths), 1)
+    kv = 2 * config.n_kv_head * config.head_dim * number * seen / len(lengths)
     return model.count_parameters("matrix", "head") * number + rows * kv
 
 
-threads, rate = torch.get_num_threads(), copy_rate()
-print(f"{arch}, depth {depth} on {device.type}, {threads} thread(s): {new_tokens} tokens, best of {repeats}; "
+rate = copy_rate()
+print(f"{arch}, depth {depth} on {device.type}, {torch.get_num_threads()} thread(s): {new_tokens} tokens, best of {repeats}; "
       f"memory copies {rate / 1e9:.1f} GB/s")
 for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))

@@ -61,11 +61,8 @@ def measure(variant: str) -> list[float]:
         sizes = [count.view(ranks, here).sum(1).tolist() for count in (counts, coming)]
 
         rows = exchange(x[0, order // TOP], *sizes)                 # by the rank they come from, then by expert
-        expert_of = (torch.arange(EXPERTS) % here).repeat_interleave(coming)
-        done = torch.empty_like(rows)
-        for e in range(here):
-            done[expert_of == e] = expert(mixture, e, rows[expert_of == e])
-        done = exchange(done, *sizes[::-1])
+        parts = enumerate(rows.split(coming.tolist()))
+        done = exchange(torch.cat([expert(mixture, i % here, part) for i, part in parts]), *sizes[::-1])
 
         y = x.new_zeros(x.size(1) * TOP, C)
         y[order.sort().values if "order" in variant else order] = done

@@ -1,6 +1,5 @@
-"""What the measurements share: functions on several ranks, and where the tables go."""
+"""What the measurements share: tokens, functions on several ranks, and where the tables go."""
 import os
-import pickle
 import socket
 import tempfile
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.multiprocessing import start_processes
 
 from nanochat.runtime.files import write_text
@@ -46,12 +46,17 @@ class PageBlock:
             write_text(self.path, f"{before}\n\n{text}\n\n{after}")
 
 
+def random_tokens(end: int, *shape: int, seed: int = 0) -> Tensor:
+    """Tokens below `end`, always the same for a seed."""
+    return torch.randint(end, shape, generator=torch.Generator().manual_seed(seed))
+
+
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:
     """Rank 0's result of function(rank, ranks, *args), called in a process with one thread for each rank; gloo."""
     with tempfile.TemporaryDirectory() as folder:
         # Forked, not spawned: a spawned process would run the benchmark's module again.
         start_processes(one_rank, (ranks, folder, function, args), ranks, start_method="fork")
-        return pickle.loads(Path(folder, "result").read_bytes())
+        return torch.load(f"{folder}/result", weights_only=False)
 
 
 def one_rank(rank: int, ranks: int, folder: str, function: Callable, args: tuple) -> None:
@@ -60,6 +65,6 @@ def one_rank(rank: int, ranks: int, folder: str, function: Callable, args: tuple
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     result = function(rank, ranks, *args)
     if rank == 0:
-        Path(folder, "result").write_bytes(pickle.dumps(result))
+        torch.save(result, f"{folder}/result")
     dist.barrier()
     dist.destroy_process_group()

@@ -39,7 +39,7 @@ GOAL = 2.2                                      # bits per byte
 def text(documents: range) -> Tensor:
     """Documents of the embedded world as rows of bytes, (rows, T + 1)."""
     data = "\n".join(generate(0, number).text for number in documents).encode()
-    return torch.tensor(list(data[: len(data) // (T + 1) * (T + 1)])).view(-1, T + 1)
+    return torch.tensor(list(data)).unfold(0, T + 1, T + 1)
 
 
 TRAIN, HELD_OUT = text(range(1000)), text(range(10**6, 10**6 + 20))

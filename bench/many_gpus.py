@@ -11,7 +11,6 @@ write = False               # put tables and picture into docs
 configure(globals())
 
 import bisect
-from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
@@ -21,14 +20,13 @@ from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.recipe import choose_batch_size
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout
 from nanochat.plan.memory import GIB, shaped, split_into_stages
-from nanochat.runtime.files import write_aside
 from nanochat.runtime.flops import datasheet_peak
 from nanochat.runtime.tables import markdown_table
 
 block = PageBlock("many_gpus.md", "bench.many_gpus", write)
 
 DEPTHS = (24, 32, 48, 96)
-SIZES = [size for i in range(11) if (size := 8 << i) <= most_gpus]
+SIZES = [8 << i for i in range(11) if 8 << i <= most_gpus]
 PER_HOST = 8
 MEMORY = 80 * GIB
 MFU = 0.5                   # of the passes alone
@@ -39,6 +37,11 @@ RATIO = 8                   # tokens per parameter of a run: the batch follows f
 
 def config_of(depth: int) -> GPTConfig:
     return config_from_depth(depth, 65536, LENGTH, arch="modern")
+
+
+def billions(config: GPTConfig) -> float:
+    """Of parameters."""
+    return sum(split_into_stages(config)[0].units) / 1e9
 
 
 def cluster_of(gpus: int) -> Cluster:
@@ -65,31 +68,22 @@ def scale(depth: int) -> tuple[str, dict[int, float]]:
         lost = {"communication": step.exposed, "Muon": step.update, "bubble": step.bubble}
         largest = max(lost, key=lost.get)
         its_rows = f"{layout.rows} twice" if layout.checkpointing else layout.rows
-        times = [f"{1e3 * seconds:,.1f}" for seconds in (step.compute, step.update, step.exposed, step.bubble)]
+        times = [f"{1e3 * seconds:,.1f}" for seconds in step[:4]]
         rows.append([gpus, layout.zero_stage, layout.shards, layout.pipeline_stages, its_rows, *times,
                      f"{reached[gpus]:.0%}", f"{largest}: {lost[largest] / step.seconds:.0%}"])
-    size = sum(split_into_stages(config)[0].units) / 1e9
-    head = f"**Depth {depth}**, {size:.1f} billion parameters, {batch:,} tokens in a step"
+    head = f"**Depth {depth}**, {billions(config):.1f} billion parameters, {batch:,} tokens in a step"
     columns = ["GPUs", "stage", "shard_size", "pipeline", "rows", "computes, ms", "Muon, ms", "waits, ms", "bubble, ms",
                "MFU", "what costs most, of the step"]
     return f"{head}:\n\n{markdown_table(columns, rows)}", reached
 
 
-def largest_models() -> str:
+def largest_depth(gpus: int) -> int:
     """
-    The deepest model that can be trained on stage 3 over all ranks, a row at a time, activations computed twice. A
-    pipeline holds less: its stages keep gradients whole.
+    Of a model that can be trained on stage 3 over all ranks, a row at a time, activations computed twice. A pipeline
+    holds less: its stages keep gradients whole.
     """
-    rows = []
-    for gpus in [1, *SIZES]:
-        layout = Layout(3, gpus, rows=1, micro_steps=1, checkpointing=True)
-
-        def too_large(depth: int, layout: Layout = layout) -> bool:
-            return bytes_on_a_rank(config_of(depth), cluster_of(layout.shards), layout, torch.bfloat16) > MEMORY
-
-        depth = bisect.bisect_left(range(1, 512), True, key=too_large)
-        rows.append([gpus, depth, f"{sum(split_into_stages(config_of(depth))[0].units) / 1e9:,.1f}"])
-    return markdown_table(["GPUs", "largest depth", "billion parameters"], rows)
+    how = cluster_of(gpus), Layout(3, gpus, rows=1, micro_steps=1, checkpointing=True), torch.bfloat16
+    return bisect.bisect_left(range(1, 512), True, key=lambda depth: bytes_on_a_rank(config_of(depth), *how) > MEMORY)
 
 
 figure = Figure(figsize=(7, 3.4), layout="constrained")
@@ -98,15 +92,17 @@ parts = []
 for depth in DEPTHS:
     table, reached = scale(depth)
     parts.append(table)
-    axes.plot(list(reached), list(reached.values()), "o-", markersize=3, label=f"depth {depth}")
-axes.set_xscale("log", base=2)
+    axes.semilogx(list(reached), list(reached.values()), ".-", base=2, label=f"depth {depth}")
 axes.set(xlabel="GPUs; a line ends where each has one row", ylabel="MFU", xticks=SIZES, ylim=(0, 0.55))
 axes.xaxis.set_major_formatter("{x:g}")
 axes.yaxis.set_major_formatter("{x:.0%}")
-axes.grid(color="#e6e9ed")
-axes.legend(frameon=False, fontsize=9)
+axes.grid()
+axes.legend()
 
-block.show("\n\n".join([*parts, largest_models()]))
-path = DOCS / "images" / "many_gpus.png" if write else Path("many_gpus.png")
-with write_aside(path) as aside:
-    figure.savefig(aside, format="png", dpi=90)
+rows = []
+for gpus in [1, *SIZES]:
+    depth = largest_depth(gpus)
+    rows.append([gpus, depth, f"{billions(config_of(depth)):,.1f}"])
+parts.append(markdown_table(["GPUs", "largest depth", "billion parameters"], rows))
+block.show("\n\n".join(parts))
+figure.savefig(DOCS / "images/many_gpus.png" if write else "many_gpus.png", dpi=90)

@@ -15,11 +15,12 @@ configure(globals())
 
 import statistics
 import time
+from collections import Counter
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
-from bench.harness import PageBlock
+from bench.harness import PageBlock, random_tokens
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import split_into_stages
 from nanochat.plan.step_trial import set_up_training
@@ -33,7 +34,7 @@ device = torch.device("cpu")  # the profiler's names below are those of CPU kern
 compiling = set_compile(True, device.type)
 config = config_from_depth(depth, vocab_size, max_seq_len)
 model, sharding, optimizers = set_up_training(config, torch.float32, device, zero_stage=1, compiled=compiling)
-tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), generator=torch.Generator().manual_seed(0))
+tokens = random_tokens(vocab_size, device_batch_size, max_seq_len + 1)
 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -62,32 +63,36 @@ for _ in range(2):
 rate = measured_matmul_flops(device, torch.float32)
 computing, updating = map(statistics.median, zip(*(timed_step() for _ in range(steps))))
 step_time = computing + updating
-with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+with profile(record_shapes=True) as profiler:
     for _ in range(steps):
         gradient()
-spent, total = {"the linear layers": 0.0, "the head": 0.0, "attention": 0.0}, 0.0  # microseconds
+LINEAR, HEAD, ATTENTION = "products of the linear layers", "products of the head", "products of attention"
+STEP, OTHER = "**the step**", "all between: norms, rotation, softmax, loss, copies"
+spent = Counter()           # microseconds
 for event in profiler.key_averages(group_by_input_shape=True):
-    total += event.self_cpu_time_total
+    part = OTHER
     if event.key in ("aten::mm", "aten::addmm"):
         of_head = any(config.padded_vocab_size in shape for shape in event.input_shapes if shape)
-        spent["the head" if of_head else "the linear layers"] += event.self_cpu_time_total
+        part = HEAD if of_head else LINEAR
     elif event.key in ("aten::bmm", "aten::baddbmm"):
-        spent["attention"] += event.self_cpu_time_total
+        part = ATTENTION
+    spent[part] += event.self_cpu_time_total
 
 # ---- The table. FLOPs as MFU counts them; the head has as many parameters as the embedding, which counts nothing
-matrices, head = split_into_stages(config)[0].muon, config.padded_vocab_size * config.n_embd
-attention = 12 * depth * config.n_embd * max_seq_len
-per_token = {"the linear layers": 6 * matrices, "the head": 6 * head, "attention": attention}
-counted = model.estimate_flops() * inputs.numel()
-parts = [(f"products of {part}", spent[part] / total * computing, per_token[part] * inputs.numel()) for part in spent]
-parts += [("all between: norms, rotation, softmax, loss, copies", (1 - sum(spent.values()) / total) * computing, 0),
-          ("optimizers, Newton–Schulz included", updating, 0), ("**the step**", step_time, counted)]
-lines = [[name, f"{flops / counted:.0%}", f"{1e3 * seconds:.0f}", f"{seconds / step_time:.0%}",
-          *([f"{flops / seconds / 1e9:,.0f}", f"{flops / seconds / rate:.0%}"] if flops else ["", ""])]
-         for name, seconds, flops in parts]
+flops_of_token = {LINEAR: 6 * split_into_stages(config)[0].muon, HEAD: 6 * config.padded_vocab_size * config.n_embd,
+                  ATTENTION: 12 * depth * config.n_embd * max_seq_len}
+parts = {part: computing * spent[part] / spent.total() for part in (*flops_of_token, OTHER)}  # seconds
+parts |= {"optimizers, Newton–Schulz included": updating, STEP: step_time}
+flops_of_token[STEP] = model.estimate_flops()
+lines = []
+for part, seconds in parts.items():
+    share = flops_of_token.get(part, 0) / flops_of_token[STEP]
+    speed = share * flops_of_token[STEP] * inputs.numel() / seconds
+    lines.append([part, f"{share:.0%}", f"{1e3 * seconds:.0f}", f"{seconds / step_time:.0%}",
+                  f"{speed / 1e9:,.0f}" if share else "", f"{speed / rate:.0%}" if share else ""])
 block.show(
     f"{markdown_table(['part', 'FLOPs counted', 'ms', 'of the step', 'GFLOP/s', 'of the GEMM rate'], lines)}\n\n"
-     f"Depth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {max_seq_len} tokens: "
-     f"{inputs.numel() / step_time:,.0f} tok/s in float32, compiled: {compiling}, "
-     f"{torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and backward "
-     "pass are their shares under the profiler; the last figure is the MFU.")
+    f"Depth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {max_seq_len} tokens: "
+    f"{inputs.numel() / step_time:,.0f} tok/s in float32, compiled: {compiling}, "
+    f"{torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and backward "
+    "pass are their shares under the profiler.")

@@ -18,7 +18,7 @@ from functools import cache, partial
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from bench.harness import PageBlock, on_ranks
+from bench.harness import PageBlock, on_ranks, random_tokens
 from nanochat.data.batch_shape import document_offsets
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import GPTConfig
@@ -53,7 +53,7 @@ def timed_steps(rank: int, ranks: int, micro_batches: int) -> list[list[dict]]:
     sharding = shard_model(model, model.units(), torch.device("cpu"), torch.float32, 0, pipeline_stages=ranks,
                            weights=partial(model.draw, seed=0))
     pipeline.connect(model, sharding, micro_batches, rows=1)
-    tokens = torch.randint(256, (micro_batches, CONFIG.sequence_len + 1), generator=torch.Generator().manual_seed(0))
+    tokens = random_tokens(CONFIG.vocab_size, micro_batches, CONFIG.sequence_len + 1)
     found = []
     for _ in range(STEPS):
         passes.clear()
@@ -87,5 +87,4 @@ for stages in (2, 4):
     for micro_batches in (4, 8, 16):
         measured = statistics.median(map(bubble, on_ranks(stages, timed_steps, micro_batches)))
         lines.append([stages, micro_batches, f"{(stages - 1) / (micro_batches + stages - 1):.1%}", f"{measured:.1%}"])
-columns = ["stages", "micro-batches", "bubble (P − 1)/(m + P − 1)", "measured"]
-block.show(markdown_table(columns, lines, (0, 1)))
+block.show(markdown_table(["stages", "micro-batches", "bubble (P − 1)/(m + P − 1)", "measured"], lines, (0, 1)))

@@ -26,8 +26,8 @@ for budget, runs in itertools.groupby(read_series(series), key=lambda run: run.b
     sizes, scores = [run.parameters for run in group], [run.bpb for run in group]
     for run in group:
         score = f"**{run.bpb:.4f}**" if run.bpb == min(scores) else f"{run.bpb:.4f}"
-        ratio = f"{run.tokens / run.parameters:.3g}"
-        lines.append([f"{run.flops:.2e}", run.depth, f"{run.parameters:,}", f"{run.tokens:,}", ratio, score])
+        lines.append([f"{run.flops:.2e}", run.depth, f"{run.parameters:,}", f"{run.tokens:,}",
+                      f"{run.tokens / run.parameters:.3g}", score])
     best = fit(sizes, scores) if budget else None
     if best is not None:
         size, bpb = best

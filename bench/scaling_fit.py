@@ -1,16 +1,15 @@
 """The runs of a series that have ended, and the size that fits a FLOP budget best. bench.scaling shows them."""
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
+from nanochat.plan.memory import shaped
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
-from nanochat.training.checkpoint import list_steps, read_meta, step_dir
-from nanochat.training.records import read_metrics
+from nanochat.training.checkpoint import read_meta
+from nanochat.training.records import newest_step, read_metrics, step_dir
 
 
 class Run(NamedTuple):
@@ -26,17 +25,19 @@ class Run(NamedTuple):
 
 def read_run(folder: Path) -> Run | None:
     """The run in a folder of checkpoints; None where it has not ended with a validation."""
-    last = next(reversed(list_steps(folder)), None)
-    meta: dict[str, Any] = read_meta(step_dir(folder, last)) if last is not None else {"num_iterations": -1}
-    records = read_metrics(folder / "metrics.jsonl") if meta["num_iterations"] == last else []
-    scores = [record["val/bpb"] for record in records if record["step"] == last and "val/bpb" in record]
-    if not scores:
+    checkpoint = newest_step(folder)
+    if checkpoint is None:
         return None
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**meta["model_config"]))
-    parameters, tokens = model.count_parameters("matrix", "head"), last * meta["total_batch_size"]
-    budget, flops = max(meta["config"]["target_flops"], 0.0), float(tokens * model.estimate_flops())
-    return Run(model.config.n_layer, budget, parameters, tokens, flops, scores[-1])
+    meta = read_meta(checkpoint)
+    steps = meta["num_iterations"]
+    scores = [record["val/bpb"] for record in read_metrics(folder / "metrics.jsonl")
+              if record["step"] == steps and "val/bpb" in record]
+    if checkpoint != step_dir(folder, steps) or not scores:
+        return None
+    model = shaped(GPTConfig(**meta["model_config"]))
+    tokens = steps * meta["total_batch_size"]
+    return Run(model.config.n_layer, max(meta["config"]["target_flops"], 0.0),
+               model.count_parameters("matrix", "head"), tokens, tokens * model.estimate_flops(), scores[-1])
 
 
 def read_series(series: str) -> list[Run]:
@@ -62,9 +63,9 @@ def fit(sizes: list[int], scores: list[float]) -> tuple[float, float] | None:
     if len(set(sizes)) < 3:
         return None
     a, b, c = np.polyfit(np.log2(sizes), scores, 2)
-    return (float(2 ** (-b / (2 * a))), float(c - b * b / (4 * a))) if a > 0 else None
+    return (2 ** (-b / (2 * a)), c - b * b / (4 * a)) if a > 0 else None
 
 
 def exponent(budgets: list[float], sizes: list[float]) -> float | None:
     """a of best size ∝ budget^a, by least squares in logarithms; None for fewer than two budgets."""
-    return float(np.polyfit(np.log2(budgets), np.log2(sizes), 1)[0]) if len(set(budgets)) > 1 else None
+    return np.polyfit(np.log2(budgets), np.log2(sizes), 1)[0] if len(set(budgets)) > 1 else None

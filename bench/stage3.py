@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from bench.harness import random_tokens
 from bench.watch import Sent, sent_bytes
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
@@ -27,10 +29,9 @@ class Unit:
     def __init__(self, module: nn.Module):
         rank, ranks = rank_and_size()
         self.params = list(module.parameters())
-        self.flat = torch.cat([p.data.flatten() for p in self.params])
+        self.flat = parameters_to_vector(self.params).detach()
         self.own = nn.Parameter(self.flat.chunk(ranks)[rank].clone())  # for the optimizer
-        for p, values in zip(self.params, self.flat.split([p.numel() for p in self.params])):
-            p.data = values.view(p.shape)
+        vector_to_parameters(self.flat, self.params)  # from now on they are views of it
         self.free()
 
     def free(self) -> None:
@@ -46,7 +47,7 @@ class Unit:
         """Of one parameter. After the unit's last one each rank gets the sum of its own part."""
         if all(p.grad is not None for p in self.params):
             self.own.grad = torch.empty_like(self.own)
-            reduce_scatter(self.own.grad, torch.cat([p.grad.flatten() for p in self.params])).wait()
+            reduce_scatter(self.own.grad, parameters_to_vector(p.grad for p in self.params)).wait()
             for p in self.params:
                 p.grad = None
             self.free()
@@ -82,7 +83,7 @@ def train(model: GPT, params: list[Tensor], kind: type = torch.optim.AdamW) -> i
     optimizer = kind(params, lr=0.01)
     watch = Sent()
     for step in range(STEPS):
-        rows = torch.randint(UNIT // C, (ranks, 2, 1, T), generator=torch.Generator().manual_seed(step))
+        rows = random_tokens(UNIT // C, ranks, 2, 1, T, seed=step)
         with watch:
             (model(*rows[rank]) / ranks).backward()
         optimizer.step()

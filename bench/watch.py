@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.harness import random_tokens
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.memory import split_into_stages, state_bytes
 from nanochat.plan.step_trial import set_up_training, train_step
@@ -34,17 +35,16 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
     return found
 
 
-def sent_bytes(
-    zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
-) -> float:
+def sent_bytes(zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, *parameters: int) -> float:
     """
-    Bytes that a rank sends in an optimizer step, on average over the ranks of one group.
+    Bytes that a rank sends in an optimizer step, on average over the ranks of one group. parameters: of the model, in
+    Muon's care, of the head.
 
     In elements, times (N − 1)/N, with A micro-steps: stages 0 and 1 send 2Ψ, stage 2 (A + 1)Ψ, stage 3 A(3Ψ − Ψ_head),
     and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
     """
     shards = 1 if zero_stage == 0 else ranks
-    sent = collectives(zero_stage, shards, ranks // shards, micro_steps, dtype, total, muon, head)
+    sent = collectives(zero_stage, shards, ranks // shards, micro_steps, dtype, *parameters)
     return sum(c.bytes * c.times * c.passes for c in sent) * (ranks - 1) / ranks
 
 
@@ -110,7 +110,6 @@ class Watch(Sent):
         self.buckets = getattr(self.sharding, "buckets", [])
         self.sending = getattr(self.sharding, "in_flight", ())
         self.passes = 0  # forward passes of this optimizer step
-        self.memory: dict[str, int] = {}
         self.model.register_forward_pre_hook(self.between, prepend=True)
         self.whole = 0  # most bytes of whole gradients at any moment of a backward pass; on stage 3 not looked at
         for p in self.model.parameters():
@@ -133,7 +132,7 @@ class Watch(Sent):
         return found
 
     def census(self) -> dict[str, int]:
-        """Bytes alive on this rank, by purpose. A storage counts once: in float32 a master is its parameter's memory."""
+        """Bytes alive here, by purpose. A storage counts once: in float32 a master is its parameter's memory."""
         params = list(self.model.parameters())
         shards = self.sharding.shards
         state = [s.master for s in shards]
@@ -174,8 +173,7 @@ def measure(config: GPTConfig, stage: int, dtype: torch.dtype) -> tuple[dict[str
     gc.collect()
     gc.freeze()  # a later census does not look through what is alive by now
     watch = Watch(config, stage, dtype)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=generator)
+    rows = random_tokens(config.vocab_size, 1, config.sequence_len + 1, seed=dist.get_rank())
     sent = []
     for micro_steps in MICRO_STEPS:
         watch.sent, watch.passes = 0.0, 0
