@@ -64,8 +64,8 @@ def step_bytes(rows: int, number: int) -> float:
 
 
 rate = copy_rate()
-print(f"{arch}, depth {depth} on {device.type}, {torch.get_num_threads()} thread(s): {new_tokens} tokens, best of {repeats}; "
-      f"memory copies {rate / 1e9:.1f} GB/s")
+print(f"{arch}, depth {depth} on {device.type}, {torch.get_num_threads()} thread(s): {new_tokens} tokens, "
+      f"best of {repeats}; memory copies {rate / 1e9:.1f} GB/s")
 for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
     engine = Engine(model, tokenizer, batch_size)
