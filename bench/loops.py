@@ -29,6 +29,7 @@ from nanochat.runtime.tables import markdown_table
 
 block = PageBlock("ablations.md" if idea == "optimizers" else "two_loops.md", f"bench.loops --idea={idea}", write)
 
+torch.set_num_threads(1)    # a second one has little to do, and waits for the first where other processes run
 CONFIG = GPTConfig(sequence_len=64, vocab_size=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
 T, ROWS, STEPS = CONFIG.sequence_len, 8, 100    # bytes of a row, rows of a step, steps
 RATES = {"AdamW": 0.008, "Muon": 0.04}          # the best of rates that double
