@@ -61,11 +61,12 @@ class Tools:
 
     def source(self, parts: Sequence[dict[str, str]]) -> Passage | None:
         """The passage that the last of a message's parts is, or begins; None if it is none."""
-        types = [part["type"] for part in parts[-2:]]
-        # The beginning of "nothing" may be cut off from its end.
-        if types != ["python", "python_output"] or NOTHING.startswith(parts[-1]["text"]):
+        if [part["type"] for part in parts[-2:]] != ["python", "python_output"]:
             return None
-        return self.find(parts[-2]["text"])
+        # Told by the calls: of "nothing", and of a passage, there may be no more than an "n" yet.
+        *before, call, _ = parts
+        calls = sum(part["type"] == "python" and is_call(part["text"]) for part in before)
+        return self.find(call["text"]) if calls < MOST_CALLS else None
 
     def wider(self, expression: str, questions: Sequence[str]) -> str | None:
         """

@@ -1,7 +1,7 @@
 """
 OpenAI's Responses interface, as far as a text conversation needs it: its requests are conversations, its answers one
 choice in another shape. previous_response_id, conversation and background are refused. Calls of the model's own tools
-are in no item.
+are in no item; a passage that was looked up is cited as a file, behind the text that quotes it.
 """
 import itertools
 from collections.abc import AsyncIterator, Sequence
@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasPath, BeforeValidator, FailFast, Field
 
 from nanochat.data.conversation import text_of
+from nanochat.inference.retrieval import file_of
 from nanochat.serve.openai_requests import ConversationRequest, Message
 from nanochat.serve.protocol import ApiError, Chunks, Json
 from nanochat.serve.replies import ChatReply, sse
@@ -81,7 +82,8 @@ class ResponsesReply(ChatReply):
         [written] = self.written
         output = []
         if text := text_of(written.parts):
-            output.append(self.text_item("completed", text_part(text, self.show(written.logprobs)["content"])))
+            logprobs = self.show(written.logprobs)["content"]
+            output.append(self.text_item("completed", text_part(text, logprobs, citations(written.parts))))
         if written.call:
             call = {"id": f"fc_{self.id}", "call_id": written.call["id"], **written.call["function"]}
             output.append({"type": "function_call", "status": "completed"} | call)
@@ -115,6 +117,9 @@ class ResponsesReply(ChatReply):
         for index, item in enumerate(response["output"]):
             if item["type"] == "message":
                 [part] = item["content"]
+                for number, one in enumerate(part["annotations"]):
+                    yield event("response.output_text.annotation.added", **place, annotation_index=number,
+                                annotation=one)
                 yield event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
             else:
                 where = {"output_index": index, "item_id": item["id"]}
@@ -125,5 +130,12 @@ class ResponsesReply(ChatReply):
         yield event(f"response.{response['status']}", response=response)
 
 
-def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
+def text_part(text: str, logprobs: Sequence[Json] = (), annotations: Sequence[Json] = ()) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [*annotations], "logprobs": [*logprobs]}
+
+
+def citations(parts: list[Json]) -> list[Json]:
+    """The places of an answer's passages: a file and a line, or an object. The text behind a passage quotes it."""
+    places = [(number, part["source"]["place"]) for number, part in enumerate(parts) if "source" in part]
+    return [{"type": "file_citation", "index": len(text_of(parts[: number + 2])), "file_id": place,
+             "filename": file_of(place) or place} for number, place in places]
