@@ -5,7 +5,8 @@ How large a model speedrun.sh trains on this machine: hours, cost, disk, and the
     python -m scripts.choose_size --plan=8,H100,80    # for GPUs that are not here
     python -m scripts.choose_size --file=FILE         # as speedrun.sh does: the variables are kept in FILE
 
-Depth and rows that FILE has stay as they are: a run that goes on, perhaps on another machine, keeps its model.
+Depth and rows that FILE has stay as they are: a run that goes on, perhaps on another machine, keeps its model. On a CPU
+FILE gets the seconds of each step, for the page that shows the run.
 """
 from configurator import configure
 
@@ -16,13 +17,14 @@ depth = 2                   # [1..] of a CPU's model; that of GPUs is chosen
 configure(globals())
 
 import importlib.util
+import json
 import shutil
 from pathlib import Path
 
 import torch
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, cpu_minutes, disk, disk_bytes, parse_gpus
+from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, cpu_seconds, disk, disk_bytes, parse_gpus
 from nanochat.plan.memory import GIB, largest_rows, shaped
 from nanochat.plan.step_trial import rows_that_train, try_steps
 from nanochat.runtime.compiling import has_compiler
@@ -31,18 +33,6 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.flops import datasheet_gpu, gpu_here
 
-kept: dict[str, str] = {}
-if Path(file).is_file():
-    kept = dict(word.split("=") for word in Path(file).read_text().split())
-
-
-def keep(variables: str) -> None:
-    if file:
-        write_text(Path(file), f"{variables}\n")
-    else:
-        print(variables)
-
-
 gpus, name, memory = parse_gpus(plan) if plan else (torch.cuda.device_count(), "", 0.0)
 device = torch.device("cuda" if plan else choose_device_type(""))
 dtype = torch.bfloat16 if plan else compute_dtype("auto", device)
@@ -50,7 +40,10 @@ dtype = torch.bfloat16 if plan else compute_dtype("auto", device)
 # ---- A CPU: nothing is chosen, and the time follows from a step
 if not gpus:
     config = config_from_depth(depth, 4096, 512, arch="modern,head_dim=64")
-    alone, busy = (cpu_minutes(ms) for ms in try_steps(config, 8, dtype, device.type, has_compiler(device.type)))
+    trial = try_steps(config, 8, dtype, device.type, has_compiler(device.type))
+    alone, busy = (sum(cpu_seconds(depth, ms).values()) / 60 for ms in trial)
+    if file:
+        write_text(Path(file), json.dumps(cpu_seconds(depth, trial[1])))
     beside = f" once other processes have ended (beside them, as now, {busy:.0f})" if busy >= alone * 1.25 else ""
     print(f"on this machine this will take about {alone:.0f} minutes{beside}")
     raise SystemExit(0)
@@ -58,6 +51,9 @@ if not gpus:
 # ---- GPUs
 if not plan and importlib.util.find_spec("datasets") is None:
     raise UserError("the tasks need the datasets package: . ./setup.sh hub")
+kept: dict[str, str] = {}
+if Path(file).is_file():
+    kept = dict(word.split("=") for word in Path(file).read_text().split())
 gpu = datasheet_gpu(name) if plan else gpu_here(device)
 ranks = 2 ** (gpus.bit_length() - 1)  # a power of two, which divides every batch
 
@@ -84,8 +80,12 @@ if not kept and not plan:
     if free < disk(depth):
         raise UserError(f"depth {depth} wants {disk(depth)} GiB of disk, and {free:,.1f} are free in {base_dir()}; "
                         "free some there, or set NANOCHAT_BASE_DIR to a folder of a larger disk")
-keep(f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} "
-     f"VOCAB={size.vocab_size} RATIO={size.ratio:g} SHARDS={size.shards}")
+variables = (f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} "
+             f"VOCAB={size.vocab_size} RATIO={size.ratio:g} SHARDS={size.shards}\n")
+if file:
+    write_text(Path(file), variables)
+else:
+    print(variables, end="")
 
 # ---- How long, and for how much. All GPUs are paid for, also those that stand idle, and the stages after pretraining
 whole = cost(choice, ranks, gpu)

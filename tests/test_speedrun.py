@@ -1,5 +1,6 @@
 """The speedrun as a user has it: stopped, run again, with a damaged result; and what decides that a stage is done."""
 import contextlib
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from ranks import run_as_main
 from test_runs import problems
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.choice import CPU_STEPS, cpu_minutes
+from nanochat.plan.choice import cpu_seconds
 from nanochat.plan.memory import GIB
 from nanochat.plan.step_time import step_time
 from nanochat.runtime.errors import UserError
@@ -332,13 +333,17 @@ def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
     assert not (tmp_path / "gpus").exists()
 
 
-def test_how_long_a_cpu_takes(choose):
+def test_how_long_a_cpu_takes(choose, tmp_path):
     """A step takes so many milliseconds a layer if nothing else runs, and more as the machine is."""
-    assert cpu_minutes(300) - cpu_minutes(200) == pytest.approx(CPU_STEPS / 600)
-    first = f"on this machine this will take about {cpu_minutes(200):.0f} minutes"
+    steps = re.findall(r"^.*\bonce (\S+) -", (REPO / "runs" / "cpu.sh").read_text(), re.MULTILINE)
+    assert [name for step in steps if (name := step.replace("$tag", "assistant-d4")) not in (
+        "library", "folder", "report")] == [*cpu_seconds(4, 200)]
+    fast, as_now = (sum(cpu_seconds(2, ms).values()) / 60 for ms in (200, 1800))
+    first = f"on this machine this will take about {fast:.0f} minutes"
     assert choose(ms=100, busy=1.2)[1] == f"{first}\n"
+    assert json.loads((tmp_path / "gpus").read_text()) == cpu_seconds(2, 240)
     assert choose("--depth=4", ms=50, busy=9)[1] == (
-        f"{first} once other processes have ended (beside them, as now, {cpu_minutes(1800):.0f})\n")
+        f"{first} once other processes have ended (beside them, as now, {as_now:.0f})\n")
 
 
 # ---- A real run

@@ -16,6 +16,7 @@ from test_ui import ALPHABET, CHROMIUM, Visit, browser, wait_until, write_model 
 
 from nanochat.serve import runs
 from nanochat.serve.runs import Runs
+from nanochat.training.records import ESTIMATE, STEPS_LOG
 from nanochat.training.run_report import write_section
 from scripts.once import once
 
@@ -112,6 +113,40 @@ def test_the_steps_of_a_speedrun_are_noted(base_folder):
     assert 0.2 < good["ended"] - good["began"] < time.time() - bad["began"]
 
 
+# Seconds that a speedrun is expected to take; a step of it that began `now` seconds ago; a training that is half done.
+EXPECTED = {"data": 10, "base-x": 100, "eval-x": 20, "rl-x": 70}
+DATA, BASE = {"name": "data", "began": 0, "ended": 10, "code": 0}, {"name": "base-x", "began": 10}
+HALF = {"step": 50, "steps": 100, "elapsed": 60, "left": 60, "age": 1}
+
+
+@pytest.mark.parametrize("steps, now, training, left", [
+    ([DATA], 10, None, 190),
+    ([DATA, BASE], 40, None, 160),                                              # before its first step: the estimate
+    ([DATA, BASE], 40, HALF | {"age": 99}, 160),                                # that of an older run
+    ([DATA, BASE], 40, HALF | {"step": 9, "elapsed": 9}, 160),                                # too few steps
+    ([DATA, BASE], 90, HALF, 60 + 90 * (60 + 10 + 140) / (60 + 10 + 100)),      # by its own steps; the others as it
+    ([DATA, BASE], 90, HALF | {"left": 999}, 60 + 90 * 210 / 170),              # slow now, but not all the time
+    ([DATA, BASE | {"began": 80}], 90, HALF, 60 + 90 * (70 + 120) / 170),       # it goes on: half was done before
+    ([DATA, BASE | {"ended": 210, "code": 0}], 210, HALF, 90 * 270 / 170),
+    ([DATA, BASE | {"ended": 20, "code": 1}], 20, None, None),
+    ([DATA, BASE], 200, HALF | {"age": 150}, None),                             # silent
+    ([DATA, {"name": "eval-x", "began": 10}], 140, None, None),                 # far more than expected
+    ([DATA, {"name": "other", "began": 10}], 20, None, None),
+    ([DATA, {"name": "rl-x", "began": 10, "ended": 99, "code": 0}], 99, None, None),
+    ([DATA | {"began": "?"}], 10, None, None), ([], 10, None, None),
+])
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH: apt install chromium")
+def test_how_long_the_whole_run_still_takes(browser, steps, now, training, left):  # noqa: F811
+    script = (REPO / "nanochat" / "serve" / "watch.js").read_text()
+    functions = re.findall(r"^function secondsLeft.*?^}|^const isQuiet.*?;$", script, re.MULTILINE | re.DOTALL)
+    page = browser.new_page()
+    shown = [{"tag": "x", "stages": {"base": training} if training else {}}]
+    told = page.evaluate("([state, now]) => {" + "\n".join(functions) + " return secondsLeft(state, now) }",
+                         [{"steps": steps, "expected": EXPECTED, "runs": shown}, now])
+    page.close()
+    assert told == (left and pytest.approx(left))
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH: apt install chromium")
 def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_folder):  # noqa: F811
     """From an empty folder over a run that really trains to a model that answers, by keyboard, in one visit."""
@@ -138,6 +173,11 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
         slider.focus()
         me.page.keyboard.press("Home")
         log = base_folder / "base_checkpoints" / "live" / "metrics.jsonl"
+        now = time.time()
+        (base_folder / ESTIMATE).parent.mkdir()
+        (base_folder / ESTIMATE).write_text('{"data": 9, "rest": 300}')
+        (base_folder / STEPS_LOG).write_text(json.dumps({"name": "data", "began": now - 9, "ended": now, "code": 0}))
+        me.page.get_by_text("Speedrun: last step data, done; 9 s in all, about 5 minutes left").wait_for()
         first = json.loads(log.read_text().split("\n")[0])
         assert first["step"] == 0
         said = slider.get_attribute("aria-valuetext")

@@ -16,9 +16,12 @@ from nanochat.runtime.flops import Gpu
 
 # Hours of pretraining: then all stages are done within a day.
 MAX_HOURS = 12
-# runs/cpu.sh: seconds that do not depend on the model, and how many steps of pretraining the others are worth.
-CPU_SECONDS = 95
-CPU_STEPS = 2100
+# Steps of runs/cpu.sh: seconds that do not depend on the model, and how many steps of pretraining the others are worth.
+CPU_STEPS = {
+    "data-tinyworld": (6, 0), "tokenizer-tinyworld": (8, 0),
+    "base-assistant-d{}": (25, 500), "base_eval-assistant-d{}": (11, 15), "mid-assistant-d{}": (20, 1100),
+    "chat_eval-mid-assistant-d{}": (9, 25), "rl-assistant-d{}": (35, 120), "chat_eval-rl-assistant-d{}": (24, 40),
+}
 # The most rows at a time: a step has 512, and of 32 on, gradients are summed half as often.
 MAX_ROWS = 32
 SHARD = 0.09e9  # bytes of a shard of about 250 million characters, compressed
@@ -135,9 +138,9 @@ def disk(depth: int) -> int:
     return 10 * round(sum(disk_bytes(depth).values()) / GIB / 10 + 0.5)
 
 
-def cpu_minutes(step_ms: float) -> float:
-    """What runs/cpu.sh takes where a step of pretraining takes step_ms milliseconds."""
-    return (CPU_SECONDS + CPU_STEPS * step_ms / 1000) / 60
+def cpu_seconds(depth: int, step_ms: float) -> dict[str, float]:
+    """What each step of runs/cpu.sh takes where a step of pretraining takes step_ms milliseconds."""
+    return {name.format(depth): seconds + steps * step_ms / 1000 for name, (seconds, steps) in CPU_STEPS.items()}
 
 
 def parse_gpus(plan: str) -> tuple[int, str, float]:

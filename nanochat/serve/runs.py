@@ -18,7 +18,7 @@ from pydantic_core import from_json, to_json
 from nanochat.runtime.files import base_dir
 from nanochat.serve.protocol import Json
 from nanochat.serve.worker import ServedModel
-from nanochat.training.records import STEPS_LOG, newest_step
+from nanochat.training.records import ESTIMATE, STEPS_LOG, newest_step
 
 STAGES = ("base", "mid", "sft", "rl")
 CURVES = ("train/loss", "train/lrm", "train/tok_per_sec", "val/bpb", "rl/reward", "eval/pass@1")
@@ -154,10 +154,11 @@ class Runs:
         self.read_at = -FRESH
 
     def state(self) -> bytes:
-        """JSON: {"runs": the newest first, "steps": of the speedrun, "models": that can be talked to}."""
+        """JSON: "runs", the newest first; "steps" of the speedrun, "expected": their seconds; "models" to talk to."""
         with self.lock:
             if time.monotonic() - self.read_at >= FRESH:
-                state = {"runs": self.runs(), "steps": speedrun_steps(), "models": [model.id for model in self.models]}
+                state = {"runs": self.runs(), "steps": speedrun_steps(), "models": [model.id for model in self.models],
+                         "expected": read_object(read_end(base_dir() / ESTIMATE))}
                 self.kept = to_json(state, inf_nan_mode="null")
                 self.read_at = time.monotonic()
             return self.kept

@@ -99,11 +99,36 @@ function showRuns({ runs, steps: done }) {
     if (!view.root.isConnected) $("runList").append(view.root);
     updateRun(view, run);
   }
-  showSteps(done);
+  showSteps(done, secondsLeft(lastRuns, Date.now() / 1000));
 }
 
-/** The steps of the speedrun, if it is one: what is done now, and how long each took. */
-function showSteps(done) {
+/**
+ * Seconds left for the whole speedrun: of a training at work by its own steps, of steps to come by the estimate, times how
+ * much longer than estimated the others took. Null where nobody knows: no estimate, a step that failed or is stuck.
+ */
+function secondsLeft({ runs, steps: done, expected }, now) {
+  const names = Object.keys(expected), at = names.indexOf(done.at(-1)?.name);
+  if (at < 0 || done.at(-1).code) return null;
+  const trainings = Object.fromEntries(runs.flatMap(({ tag, stages }) => Object.entries(stages).map(([stage, state]) => [`${stage}-${tag}`, state])));
+  let took = 60, planned = 60, left = 0;  // at first the estimate is believed, for a minute's work
+  for (const step of done) {
+    const training = trainings[step.name], whole = expected[step.name], atWork = step === done.at(-1) && !step.ended;
+    const isNew = training && now - training.age > step.began, known = atWork && isNew && training.step >= 10;  // the first step compiles
+    // Of a training that went on, this start has been a part only.
+    const spent = Math.max((step.ended ?? now) - step.began, isNew ? training.elapsed : 0);
+    if (atWork) {
+      // What holds steps up now may end, so their mean counts where that is less.
+      left = known ? Math.min(training.left, training.elapsed * (training.steps / training.step - 1)) : Math.max(0, whole * took / planned - spent);
+      if (known ? isQuiet(training) : spent > 60 + 3 * whole * took / planned) return null;
+    }
+    if (whole && (known || step.ended && !step.code)) { took += spent + left; planned += whole; }
+  }
+  left += names.slice(at + 1).reduce((sum, name) => sum + expected[name], 0) * took / planned;
+  return left > 0 ? left : null;  // nor where a file is damaged
+}
+
+/** The steps of the speedrun, if it is one: what is done now, how long each took, and what is left. */
+function showSteps(done, left) {
   const last = done.at(-1);
   $("speedrun").hidden = !last;
   if (!last) return;
@@ -111,7 +136,8 @@ function showSteps(done) {
   const now = Date.now() / 1000, took = (step) => (step.ended ?? now) - step.began;
   const all = done.reduce((sum, step) => sum + took(step), 0), failed = last.code ? `, ended with code ${last.code}` : "";
   const doing = last.ended ? `last step ${last.name}${failed || ", done"}` : `now ${last.name}, for ${span(took(last))}`;
-  $("speedrunNow").textContent = `Speedrun: ${doing}; ${span(all)} in all`;
+  const about = left === null ? "" : `, about ${left < 90 ? "a minute" : left < 5400 ? `${Math.round(left / 60)} minutes` : `${(left / 3600).toFixed(1)} hours`} left`;
+  $("speedrunNow").textContent = `Speedrun: ${doing}; ${span(all)} in all${about}`;
   show($("speedrunSteps"), done.map((step) => el("tr", {}, el("th", { scope: "row" }, step.name),
     el("td", { className: "right" }, step.ended || step === last ? span(took(step)) : "stopped"))));
 }
@@ -143,10 +169,13 @@ function newRun(tag) {
   return view;
 }
 
+/** Whether a stage is silent for longer than its steps explain. */
+const isQuiet = ({ step, age, elapsed }) => age > Math.max(120, step ? 20 * elapsed / step : 0);
+
 /** A stage in words: done, at work, or silent for longer than its steps explain. */
-function describe({ step, steps: all, age, done, elapsed, left, last }) {
+function describe(stage) {
+  const { step, steps: all, age, done, elapsed, left, last } = stage, quiet = isQuiet(stage);
   if (done) return `done in ${span(elapsed)}`;
-  const perStep = step ? elapsed / step : 0, quiet = age > Math.max(120, 20 * perStep);
   if (!last["train/loss"]) return quiet ? "not begun" : "about to begin";
   const where = all ? `step ${steps(step)} of ${steps(all)}` : `step ${steps(step)}`;
   return quiet ? `${where}, silent for ${span(age)}` : left === null ? where : `${where}, ${span(left)} left`;

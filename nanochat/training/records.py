@@ -6,7 +6,8 @@ from pathlib import Path
 from nanochat.runtime.files import base_dir
 
 MODEL_FILE = "model.safetensors"
-STEPS_LOG = "once/steps.jsonl"  # in the base folder: when each step of the speedrun began and ended
+# In the base folder: when each step of the speedrun began and ended; how many seconds scripts/choose_size.py expects.
+STEPS_LOG, ESTIMATE = "once/steps.jsonl", "once/estimate.json"
 
 
 def read_metrics(path: Path) -> list[dict]:
