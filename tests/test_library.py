@@ -282,6 +282,9 @@ def test_a_title_the_name_of_a_file_and_its_beginning_count(folder):
                            "What is a deque?": "Both ends are fast."}.items():
         assert library.search(question).text == text, question
     assert library.search("move windows").place == "notes/move.txt:1"
+    (folder / "tail.txt").write_text("The last part of a file.\n\nThe last ten lines of each file are printed by it.")
+    (folder / "less.txt").write_text("Shows text by pages.\n\nThe last lines of a file.")
+    assert made(folder).search("last lines of files").place == "notes/tail.txt:3"
 
 
 def test_a_title_of_brackets_is_no_title_of_everything_and_vowel_signs_make_no_name(folder):

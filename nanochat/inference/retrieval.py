@@ -130,7 +130,7 @@ class Library:
             return sum(weights[stem] for stem in weights.keys() & set(found))
 
         total = sum(weights.values())
-        ranking = []
+        ranking, firsts = [], {}
         rarest = sorted(weights, key=weights.get)[-TERMS:]
         rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest))
         for title, text, place, before, *columns, score in rows:
@@ -139,14 +139,15 @@ class Library:
             # equal matches the shorter passage is the better answer.
             in_all = weight_in(about + sentence + rest)
             score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(sentence)
-            is_first = file_of(place) != file_of(before or "")
+            if file_of(place) != file_of(before or ""):
+                firsts[file_of(place)] = in_all
             if in_all > ENOUGH * total:
-                ranking.append((score, score + 0.3 * total * is_first, Passage(title, text, place)))
+                ranking.append((score, Passage(title, text, place)))
         if not ranking:
             return None
-        # A file begins with what it is about, so its first passage weighs more for the choice of the file.
-        best_file = file_of(max(ranking, key=lambda row: row[1])[2].place)
-        return max(row for row in ranking if file_of(row[2].place) == best_file)[2]
+        # A file begins with what it is about, so what its first passage has counts for the choice of the file, too.
+        best = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(file_of(row[1].place), 0))[1]
+        return max(row for row in ranking if file_of(row[1].place) == file_of(best.place))[1]
 
     def weights(self, asked: list[str], common: frozenset[str]) -> dict[str, float]:
         """
