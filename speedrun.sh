@@ -24,7 +24,10 @@ for argument in "$@"; do
     esac
 done
 cd "$(dirname "$0")"
-. ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo "hub${wandb:+,wandb}")"  # the larger tasks come from the hub
+case $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || :) in
+    "") extra="" ;; 9.0* | 10.0*) extra=hub,gpu ;; *) extra=hub ;;  # larger tasks; FlashAttention 4 on an H100, a B200
+esac
+. ./setup.sh "$extra${extra:+${wandb:+,wandb}}"
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
 once() { python -m scripts.once $show "$@"; }  # not again with the same command, --needs and --makes; a plan shows it

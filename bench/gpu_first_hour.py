@@ -44,7 +44,7 @@ from nanochat.model.attention import varlen_attention
 from nanochat.model.fp8 import product, scaled, use_fp8
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB, RankMemory
-from nanochat.plan.step_time import BACKWARD, FORWARD, PRODUCTS, WINDOWS, scores, step_time
+from nanochat.plan.step_time import BACKWARD, FLASH2, FORWARD, PRODUCTS, WINDOWS, scores, step_time
 from nanochat.plan.step_trial import set_up_training, train_step
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import synchronize
@@ -161,7 +161,7 @@ def attention() -> None:
                 return
         for layer in (config.n_layer - 1, 0)[: 1 if kernel == "cuDNN" else 2]:
             window, flops = config.window(layer), config.n_embd * scores(config, layer) * rows
-            share = WINDOWS if kernel == "FA2" and window < max_seq_len else 1.0
+            share = (WINDOWS if window < max_seq_len else 1.0) * (FLASH2 if kernel == "FA2" else 1.0)
             for begins in (one, documents)[: 1 if kernel == "cuDNN" else 2]:
                 name = f"{kernel}, window {window}, {len(begins) - 1} texts"
                 there = rate(name, 4 * flops, forward, FORWARD * share)

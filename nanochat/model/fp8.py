@@ -1,7 +1,7 @@
 """
 Products of matrices in 8 bits, at twice the rate of bfloat16 on GPUs from Hopper on. Micikevicius et al. 2022,
 arXiv:2209.05433: activations and weights have 3 bits of mantissa (e4m3), gradients 2 bits and a larger range (e5m2).
-Each tensor is scaled so that its largest number is the largest of its format; sums are float32. Never run on a GPU.
+Each tensor is scaled so that its largest number is the largest of its format; sums are float32.
 Passes without gradients (validation, CORE, samples) multiply in the model's own dtype, as whoever loads it will.
 """
 import torch

@@ -301,7 +301,7 @@ class Block(nn.Module):
         values: Tensor | None,
     ) -> Tensor:
         """
-        Compiled on a GPU. Lookups stay outside: their gradients are summed in any order. `CachedModel.hidden` in
+        Compiled on a GPU. Lookups stay outside: in it their gradients would be summed in any order. `CachedModel.hidden` in
         nanochat/inference is the twin, without gradients: change both. tests/test_engine.py compares them
         (test_greedy_is_the_uncached_model_token_for_token).
         """

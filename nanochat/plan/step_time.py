@@ -1,6 +1,7 @@
 """
-How long a GPU computes for an optimizer step: counted work over rates that are assumed. docs/gpus.md compares it with
-published steps, to which nothing here was fitted; bench/gpu_first_hour.py measures the rates on a GPU.
+How long a GPU computes for an optimizer step: counted work over rates. The rates were measured on one H100 (docs/gpus.md
+says when and how); other GPUs are assumed to reach the same parts of their datasheets. docs/gpus.md compares with
+published steps of eight H100s, to which nothing here was fitted; bench/gpu_first_hour.py measures again.
 """
 import math
 from typing import NamedTuple
@@ -9,23 +10,21 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.memory import shaped, split_into_stages
 from nanochat.runtime.flops import Gpu
 
-# Products: a training step lowers an H100's clock to about 70% of the datasheet's rate, and incomplete rounds of tiles
-# cost a tenth of that at widths of 1,280 to 1,536.
-PRODUCTS = 0.63
-# Kernels between the products: part of the memory's bandwidth.
-MEMORY = 0.85
-# Attention: part of the peak for the scores that it computes, forward and backward, by cuDNN or FlashAttention 4.
-FORWARD, BACKWARD = 0.45, 0.37
-# The rate of windows beside that: FlashAttention 2's on an H100 (arXiv:2407.08608, figure 5). That whole layers have
-# it, too, without FlashAttention 4, is as much as documents apart save (docs/gpus.md).
-WINDOWS = 0.7
+# Products within a step, in bfloat16 and of twice the peak in 8 bits: part of the datasheet's rate.
+PRODUCTS = 0.7
+# Kernels between the products: part of the memory's bandwidth. With all that is not counted: launches that come late,
+# reductions, sorts.
+MEMORY = 0.58
+# Attention: part of the peak for the scores that it computes, forward and backward, and the rate of windows beside that
+# of whole layers. FlashAttention 4 on an H100; FlashAttention 2 is FLASH2 as fast there, and reaches about these parts
+# on an A100 (arXiv:2307.08691).
+FORWARD, BACKWARD, WINDOWS, FLASH2 = 0.51, 0.45, 0.7, 0.62
 TILE = 128  # queries and keys of the blocks of scores that are computed
-# The time of a step in bfloat16 over that of one with products in 8 bits: 1.17 at depth 26, 1.22 at 24 (nanochat).
-FP8 = 1.2
 FP8_GPUS = "H100", "H200", "GH200", "B200", "GB200"  # where it pays, from nanochat/model/fp8.py's MIN_WIDTH on
 # Counted in the code compiled for an H100, with 16 and 32 rows: residual streams that a block reads or writes between
-# its products; passes over the logits; bytes of a parameter's gradient in a micro-step; launches of a block.
-STREAMS, LOGITS, GRADIENT, LAUNCHES = 63, 4, 20, 60
+# its products, and for casts to 8 bits; passes over the logits; bytes of a parameter's gradient in a micro-step, and
+# in the update; launches of a block.
+STREAMS, CASTS, LOGITS, GRADIENT, UPDATE, LAUNCHES = 63, 38, 4, 20, 60, 60
 LAUNCH = 1.5e-6  # seconds between two kernels
 
 
@@ -37,33 +36,33 @@ class StepTime(NamedTuple):
     passes: float       # over memory, between the products
     launches: float
     muon: float         # orthogonalizes its matrices
-    gain: float         # of 8 bits
 
     @property
     def seconds(self) -> float:
-        return sum(self[:5]) / self.gain
+        return sum(self)
 
 
 def step_time(
-    config: GPTConfig, rows: int, micro_steps: int, ranks: int, gpu: Gpu, fp8: bool = False, windows: float = WINDOWS
+    config: GPTConfig, rows: int, micro_steps: int, ranks: int, gpu: Gpu, fp8: bool = False, flash: float = 1.0
 ) -> StepTime:
-    """A step in bfloat16 with `rows` rows on each rank and micro-step. windows: see WINDOWS."""
+    """A step with `rows` rows on each rank and micro-step. fp8: blocks and head. flash: attention's rate, see FLASH2."""
     (model,) = split_into_stages(config)
     tokens = rows * config.sequence_len
     rate = PRODUCTS * gpu.peak
-    products = 6 * tokens * shaped(config).count_parameters("matrix", "head") / rate
+    products = 6 * tokens * shaped(config).count_parameters("matrix", "head") / (2 * rate if fp8 else rate)
     attention = 0.0
     for layer in range(config.n_layer):
-        kernel = 1.0 if config.window(layer) == config.sequence_len else windows
+        kernel = flash if config.window(layer) == config.sequence_len else flash * WINDOWS
         # Two products for each score forward, five backward.
         attention += config.n_embd * scores(config, layer) * rows * (4 / FORWARD + 10 / BACKWARD) / (kernel * gpu.peak)
     stream = 2 * tokens * config.n_embd
     logits = 2 * tokens * config.padded_vocab_size
-    moved = STREAMS * config.n_layer * stream + LOGITS * logits + GRADIENT * sum(model.units)
-    passes = moved / (MEMORY * gpu.bandwidth)
-    return StepTime(micro_steps * products, micro_steps * attention, micro_steps * passes,
-                    micro_steps * LAUNCHES * config.n_layer * LAUNCH, sum(model.products) / ranks / rate,
-                    FP8 if fp8 else 1.0)
+    parameters = sum(model.units)
+    streams = STREAMS + CASTS if fp8 else STREAMS
+    moved = streams * config.n_layer * stream + LOGITS * logits + GRADIENT * parameters
+    passes = (micro_steps * moved + UPDATE * parameters / ranks) / (MEMORY * gpu.bandwidth)
+    return StepTime(micro_steps * products, micro_steps * attention, passes,
+                    micro_steps * LAUNCHES * config.n_layer * LAUNCH, sum(model.products) / ranks / rate)
 
 
 def scores(config: GPTConfig, layer: int) -> int:
