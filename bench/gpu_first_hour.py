@@ -18,7 +18,7 @@ depth = 22                  # [1..] layers
 vocab_size = 49152          # [300..] tokens
 max_seq_len = 2048          # [64..] tokens per row
 rows = 16                   # [1..] on each GPU
-fp8 = False                 # the blocks' products in 8 bits
+fp8 = False                 # products in 8 bits
 configure(globals())
 if rehearse:
     data, depth, vocab_size, max_seq_len, rows = "tinyworld", 1, 512, 64, 2
@@ -71,8 +71,9 @@ def run_all() -> None:
     if not tokenizer_dir(data).exists() and not rehearse:
         parts += [(["-m", "scripts.dataset", f"--source={data}", "--num_shards=3"], 120),
                   (["-m", "scripts.tok_train", f"--data={data}", f"--vocab_size={vocab_size}"], 120)]
-    parts += [([*HOUR, f"--part={name}", *small], 60) for name in ("attention", "products")]
-    parts += [([*HOUR, "--part=steps", f"--rows={count}", f"--fp8={eight}", *small], 90)
+    parts += [([*HOUR, f"--part={name}", *small], 90) for name in ("attention", "products")]
+    # It takes a minute until the first step has been compiled.
+    parts += [([*HOUR, "--part=steps", f"--rows={count}", f"--fp8={eight}", *small], 120)
               for count in (16, 32) for eight in (False, True)]
     parts += [([*BASE, *text, f"--model_tag=first{number}", arm], 60) for number, arm in enumerate(ARMS)]
     again = ["--model_tag=first0", f"--resume_from_step={1 if rehearse else 150}"]  # must end as that arm did
@@ -106,16 +107,16 @@ def show(what: str, measured: float, estimated: float = 0.0) -> None:
         print(f"| {what} | {measured:,.4g} | {compared} |", flush=True)
 
 
-def rate(what: str, flops: float, function: Callable, share: float, before: float = 0.0) -> float:
+def rate(what: str, flops: float, function: Callable, share: float, before: float = 0.0, calls: int = 10) -> float:
     """Show TFLOP/s beside `share` of the peak, or why not. Returns seconds of a call, less `before`; 0: it fails."""
     found = []
     try:
         for _ in range(4):  # the first warms up
             began = time.perf_counter()
-            for _ in range(10):
+            for _ in range(calls):
                 function()
             synchronize(device)
-            found.append((time.perf_counter() - began) / 10 - before)
+            found.append((time.perf_counter() - began) / calls - before)
     except Exception as error:  # a kernel that is not there, or does not take these shapes
         print(f"| {what} | {error!s:.90} | - | - |".replace("\n", " "), flush=True)
         return 0.0
@@ -201,7 +202,7 @@ def training_steps() -> None:
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     flops = 2 * rows * max_seq_len * arguments[0].estimate_flops()
     step = step_time(config, rows, 2, 1, gpu, fp8).seconds
-    seconds = rate("model", flops, lambda: train_step(*arguments), flops / step / gpu.peak)
+    seconds = rate("model", flops, lambda: train_step(*arguments), flops / step / gpu.peak, calls=2)
     show("step: ms", 1e3 * seconds, 1e3 * step)
     show("MFU: %", 100 * flops / max(seconds, 1e-9) / gpu.peak)
     memory = RankMemory(config, rows, dtype, device.type, compiling)

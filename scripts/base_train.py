@@ -17,7 +17,7 @@ seed = 0                    # [0..] decides weights and the order of the data
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters, activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
-fp8: bool | Literal["auto"] = "auto"  # the blocks' products in 8 bits; auto: for depth 22 and more on H100, H200, B200
+fp8: bool | Literal["auto"] = "auto"  # products in 8 bits; auto: for depth 22 and more on H100, H200, B200
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Data
 data = "tinyworld"          # data set made by scripts.dataset, or several by shares: climbmix*0.9, notes*0.1
@@ -170,7 +170,7 @@ weights = stored_weights(begin.weights) if begin.weights else partial(model.draw
 model.activation_checkpointing = activation_checkpointing
 if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
-    print0("fp8: the blocks multiply in 8 bits, evaluations in " + str(model_dtype).removeprefix("torch."))
+    print0("fp8: products in 8 bits, evaluations in " + str(model_dtype).removeprefix("torch."))
 sharding = shard_model(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
 del weights  # closes the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,

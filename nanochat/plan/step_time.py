@@ -1,7 +1,7 @@
 """
-How long a GPU computes for an optimizer step: counted work over rates. The rates were measured on one H100 (docs/gpus.md
-says when and how); other GPUs are assumed to reach the same parts of their datasheets. docs/gpus.md compares with
-published steps of eight H100s, to which nothing here was fitted; bench/gpu_first_hour.py measures again.
+How long a GPU computes for an optimizer step: counted work over rates. The rates were measured on one H100; other GPUs
+are assumed to reach the same parts of their datasheets. docs/gpus.md says how, and compares with published steps of
+eight H100s, to which nothing here was fitted; bench/gpu_first_hour.py measures again.
 """
 import math
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class StepTime(NamedTuple):
 def step_time(
     config: GPTConfig, rows: int, micro_steps: int, ranks: int, gpu: Gpu, fp8: bool = False, flash: float = 1.0
 ) -> StepTime:
-    """A step with `rows` rows on each rank and micro-step. fp8: blocks and head. flash: attention's rate, see FLASH2."""
+    """A step with `rows` rows on each rank and micro-step. fp8: blocks and head. flash: 1 or FLASH2."""
     (model,) = split_into_stages(config)
     tokens = rows * config.sequence_len
     rate = PRODUCTS * gpu.peak
