@@ -302,8 +302,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """
         Compiled on a GPU. Lookups stay outside: compiled, their gradients would be summed in any order.
-        `CachedModel.hidden` in nanochat/inference is the twin, without gradients: change both. tests/test_engine.py compares them
-        (test_greedy_is_the_uncached_model_token_for_token).
+        `CachedModel.hidden` in nanochat/inference is the twin, without gradients: change both. tests/test_engine.py
+        compares them (test_greedy_is_the_uncached_model_token_for_token).
         """
         x = self.start(streams.x, streams.first)
         y = self.attn(x, positions, values)
