@@ -24,8 +24,8 @@ for argument in "$@"; do
     esac
 done
 cd "$(dirname "$0")"
-case $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || :) in
-    "") extra="" ;; 9.0* | 10.0*) extra=hub,gpu ;; *) extra=hub ;;  # larger tasks; FlashAttention 4 on an H100, a B200
+case $(nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2>/dev/null || :) in
+    "") extra="" ;; 9.0,\ 5[89]* | 10.0,\ 5[89]*) extra=hub,gpu ;; *) extra=hub ;;  # FlashAttention 4; larger tasks
 esac
 . ./setup.sh "$extra${extra:+${wandb:+,wandb}}"
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"

@@ -50,6 +50,20 @@ def test_torch_is_installed_for_the_cuda_that_the_driver_knows(tmp_path, driver,
     assert "pip install" in last and "--editable ." in last
 
 
+@pytest.mark.parametrize("card, extra", [
+    ("9.0, 580.65", "hub,gpu,wandb"), ("10.0, 580.65\n10.0, 580.65", "hub,gpu,wandb"), ("9.0, 570.86", "hub,wandb"),
+    ("8.0, 580.65", "hub,wandb"), (None, None)])
+def test_the_speedrun_installs_flash_attention_4_where_it_is_faster(tmp_path, card, extra):
+    """From Hopper on, with a driver for CUDA 13."""
+    path = node(tmp_path, card and card[-6:])
+    if card:
+        (tmp_path / "bin" / "nvidia-smi").write_text(
+            f'#!/bin/sh\ncase "$*" in *compute_cap*) echo "{card}" ;; *) echo 580.65 ;; esac\n')
+    bash(tmp_path, "speedrun.sh", "--run=mine", PATH=path, SUITS="")
+    installed = re.findall(r"--editable (\S+)", (tmp_path / "calls").read_text())
+    assert installed == [f".[{extra}]" if extra else "."]
+
+
 def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path):
     path = node(tmp_path, None, python=False)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
