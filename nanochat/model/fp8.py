@@ -72,9 +72,10 @@ class Fp8Products:
         rows8, _, scale = scaled(rows, E4M3)
         return product(rows8, scale, self.head, self.scale, self.dtype, fast=True)
 
-    def gradients(self, grad: Tensor, largest: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        # A row's numbers may be e^10 times another's: that is a third of what 5 bits of exponent span.
-        grad8, grad_columns, grad_scale = scaled(grad, E5M2, largest.amax())
+    def gradients(self, grad: Tensor, total: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        # Rows of the logits' gradient may be e^20 apart, more than 8 bits span: each is multiplied where it is cast.
+        grad_scale = scale_for(weights.abs().amax(), E5M2)
+        grad8, grad_columns = cast(grad, None, grad_scale, E5M2, factor=weights / total)
         _, rows_columns, rows_scale = scaled(rows, E4M3)
         return (product(grad8, grad_scale, self.columns, self.scale, self.dtype),
                 product(grad_columns, grad_scale, rows_columns, rows_scale, self.dtype))
@@ -127,11 +128,9 @@ class Fp8MLP(torch.autograd.Function):
         return product(wide8, wide_scale, in8_columns, in_scale, dtype), grad_in, grad_out
 
 
-def scaled(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """x (N, K) / scale in 8 bits, the same transposed, (K, N), and the scale. largest: as `scale_for`; None: of x."""
-    if largest is None:
-        largest = x.abs().amax()
-    scale = scale_for(largest, dtype)
+def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x (N, K) / scale in 8 bits, the same transposed, (K, N), and the scale."""
+    scale = scale_for(x.abs().amax(), dtype)
     return *cast(x, None, scale, dtype), scale
 
 

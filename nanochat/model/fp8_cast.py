@@ -13,17 +13,20 @@ BLOCK = 128
 @torch.library.custom_op("nanochat::cast", mutates_args=())
 def cast(
     x: Tensor | None, hidden: Tensor | None, scale: Tensor, dtype: torch.dtype, by_rows: bool = True,
-    by_columns: bool = True,
+    by_columns: bool = True, factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     value / scale as `dtype`: (N, K), and transposed (K, N); what is not wanted is empty. scale: float32, one number.
-    value: x (N, K); without x relu(hidden)²; with both the gradient of hidden, x being that of relu(hidden)².
+    value: x (N, K); without x relu(hidden)²; with both the gradient of hidden, x being that of relu(hidden)². factor:
+    (N,) float32, of each row of the value.
     """
     if hidden is None:
         value = x.float()
     else:
         value = F.relu(hidden).float()
         value = value.square() if x is None else 2 * value * x
+    if factor is not None:
+        value = value * factor[:, None]
     rows, columns = empty(value, dtype, by_rows, by_columns)
     value = (value / scale).to(dtype)
     if by_rows:
@@ -39,12 +42,12 @@ def empty(like: Tensor, dtype: torch.dtype, by_rows: bool, by_columns: bool) -> 
 
 
 @cast.register_fake
-def _(x, hidden, scale, dtype, by_rows=True, by_columns=True):
+def _(x, hidden, scale, dtype, by_rows=True, by_columns=True, factor=None):
     return empty(hidden if x is None else x, dtype, by_rows, by_columns)
 
 
 @cast.register_kernel("cuda")
-def _(x, hidden, scale, dtype, by_rows=True, by_columns=True):
+def _(x, hidden, scale, dtype, by_rows=True, by_columns=True, factor=None):
     from nanochat.model.fp8_kernel import cast_kernel  # Triton comes with torch for CUDA only
 
     x, hidden = (tensor if tensor is None else tensor.contiguous() for tensor in (x, hidden))
@@ -52,6 +55,6 @@ def _(x, hidden, scale, dtype, by_rows=True, by_columns=True):
     rows, columns = value.shape
     results = empty(value, dtype, by_rows, by_columns)
     cast_kernel[-(-columns // BLOCK), -(-rows // BLOCK)](
-        x, hidden, scale, *results, rows, columns, x is not None, hidden is not None, by_rows, by_columns, BLOCK,
-        num_warps=8)
+        x, hidden, factor, scale, *results, rows, columns, x is not None, hidden is not None, factor is not None,
+        by_rows, by_columns, BLOCK, num_warps=8)
     return results

@@ -5,8 +5,8 @@ import triton.language as tl
 
 @triton.jit
 def cast_kernel(
-    x, hidden, scale, by_rows, by_columns, rows, columns, HAS_X: tl.constexpr, HAS_HIDDEN: tl.constexpr,
-    BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    x, hidden, factor, scale, by_rows, by_columns, rows, columns, HAS_X: tl.constexpr, HAS_HIDDEN: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """`cast` of one block: columns from program_id(0) · BLOCK on, rows from program_id(1) · BLOCK on."""
     row = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -21,6 +21,8 @@ def cast_kernel(
             value = 2 * root * value
         else:
             value = root * root
+    if HAS_FACTOR:
+        value *= tl.load(factor + row, row < rows)[:, None]
     # Rounded as torch does; Triton's own division is off by a bit now and then.
     value = tl.div_rn(value, tl.load(scale)).to(by_rows.dtype.element_ty)
     if BY_ROWS:

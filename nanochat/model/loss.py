@@ -27,9 +27,14 @@ class Products:
         """rows (N, C) → (N, V)."""
         return rows @ self.head.T
 
-    def gradients(self, grad: Tensor, largest: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """grad (N, V), rows (N, C) → grad · head, (N, C), and gradᵀ · rows, (V, C). largest (N,): none is larger."""
-        return grad @ self.head, grad.T @ rows
+    def gradients(self, grad: Tensor, total: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        With g = grad · weights / total: g · head, (N, C), and gᵀ · rows, (V, C). grad: (N, V), no number of a row being
+        larger than its total; total, weights: (N,) float32; rows: (N, C).
+        """
+        # The factor of each row is in the products, where it costs no pass over the logits.
+        factor = (weights / total)[:, None]
+        return (grad @ self.head) * factor, grad.T @ (rows * factor).to(rows.dtype)
 
 
 def softcapped_cross_entropy(
@@ -99,10 +104,8 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         for rows, row_targets, row_weights in chunks(head.size(0), x, targets.clamp(min=0), weights):
             losses, total, grad = losses_and_gradient(multiply.logits(rows), row_targets, real, softcap)
             loss += (losses * row_weights).sum()
-            # A factor of each row is missing from the gradient: in the products it costs no pass over the logits.
-            scale = (row_weights / total)[:, None]
-            to_rows, to_head = multiply.gradients(grad, total, (rows * scale).to(rows.dtype))
-            grad_x[start : start + len(rows)] = to_rows * scale
+            to_rows, to_head = multiply.gradients(grad, total, row_weights, rows)
+            grad_x[start : start + len(rows)] = to_rows
             token_losses[start : start + len(rows)] = losses
             start += len(rows)
             compiled(add_to)(grad_head, to_head)
