@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import varlen_on_cpu  # noqa: F401
 from conftest import ALL_PIECES
 from dry_step import META
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.data.batch_shape import document_offsets
@@ -24,6 +25,7 @@ from nanochat.model.attention import (
 )
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
+from nanochat.model.layers import Table
 from nanochat.model.loss import (
     CHUNK_LOGITS,
     SoftcappedCrossEntropy,
@@ -493,6 +495,16 @@ def test_generate_is_the_argmax():
         assert token == model(torch.tensor([ids[-32:]]))[0, -1].argmax()
         ids = [*ids, token]
     assert len(ids) == 43
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tables_gradient_takes_kernels_only_where_code_is_compiled(monkeypatch, compiled):
+    calls = []
+    monkeypatch.setattr(Lookup, "apply", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(switch, "on", compiled)
+    with FakeTensorMode(), torch.device("cuda"):
+        Table(97, 24).requires_grad_(False)(torch.zeros(2, 8, dtype=torch.int64))
+    assert len(calls) == compiled
 
 
 @pytest.mark.parametrize("places, rows, most", [(2048, 97, 40), (65, 500, 3), (640, 2, 640), (1, 3, 1)])

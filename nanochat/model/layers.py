@@ -10,7 +10,7 @@ from torch import Tensor
 from nanochat.model.attention import attention, offset_keys, token_before
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.table_gradient import Lookup
-from nanochat.runtime.compiling import of_any_length
+from nanochat.runtime.compiling import of_any_length, switch
 
 # float32's machine epsilon, also for bfloat16: its own would change the result.
 NORM_EPS = 1.1920929e-07
@@ -128,7 +128,8 @@ class Table(nn.Embedding):
         super().__init__(rows, width, _weight=torch.empty(rows, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and tokens.is_cuda:
+        # Kernels take a C compiler, which a run with --compile=False does without.
+        if torch.is_grad_enabled() and tokens.is_cuda and switch.on:
             return Lookup.apply(self.weight, tokens)
         return super().forward(tokens)
 
