@@ -151,6 +151,10 @@ def test_a_response_cites_the_passages():
         ResponsesReply, [Delta("text", "See: "), Delta("python", "lookup('not')"), Delta("python_output", "no")],
         [Delta("python_output", "t a word"), Delta("text", "not a")], [Delta("text", " word. ")],
         [Delta("python", "lookup('?')"), Delta("python_output", "nothing"), Delta("text", "And?")])
+    several, more = reply_to(
+        ResponsesReply, [Delta("text", "See: "), Delta("python", "lookup('not')"), Delta("python_output", "no")],
+        [Delta("python", "lookup('sum')"), Delta("python_output", "It is 3."), Delta("text", "not 3.")],
+        [Delta("python", "lookup('trap')"), Delta("python_output", "It's")])
 
     async def arriving():
         for chunk in chunks:
@@ -169,3 +173,7 @@ def test_a_response_cites_the_passages():
     assert dict(citation) == dict(added.annotation)
     assert (citation.type, citation.file_id, citation.filename) == ("file_citation", "shelf.md:1", "shelf.md")
     assert completed.response.output_text[: citation.index] == "See: not a word. "
+    for chunk in more:
+        several.add(chunk)
+    annotations = several.whole()["output"][0]["content"][0]["annotations"]
+    assert [one["index"] for one in annotations] == [len("See: not 3.")] * 3, "two passages before the text, one behind"

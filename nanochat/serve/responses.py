@@ -135,7 +135,12 @@ def text_part(text: str, logprobs: Sequence[Json] = (), annotations: Sequence[Js
 
 
 def citations(parts: list[Json]) -> list[Json]:
-    """The places of an answer's passages: a file and a line, or an object. The text behind a passage quotes it."""
-    places = [(number, part["source"]["place"]) for number, part in enumerate(parts) if "source" in part]
-    return [{"type": "file_citation", "index": len(text_of(parts[: number + 2])), "file_id": place,
-             "filename": file_of(place) or place} for number, place in places]
+    """The places of an answer's passages: a file and a line, or an object. The next text behind a passage quotes it."""
+    found = []
+    for number, part in enumerate(parts):
+        if "source" in part:
+            texts = [i for i, later in enumerate(parts) if i > number and later["type"] == "text"]
+            end = len(text_of(parts[: texts[0] + 1] if texts else parts))
+            place = part["source"]["place"]
+            found.append({"type": "file_citation", "index": end, "file_id": place, "filename": file_of(place) or place})
+    return found
