@@ -153,5 +153,5 @@ def product(
     """
     # Torch's own kernel takes seconds on some CPUs.
     if a.device.type == "cpu":
-        return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)
+        return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype, copy=True)  # copy: see RotatedNorm
     return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)

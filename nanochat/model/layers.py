@@ -71,10 +71,9 @@ class RotatedNorm(torch.autograd.Function):
         wide = x.float()
         # The norm is taken before the rotation, which does not change it.
         scale = factor * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
-        y = rotate(wide, cos, sin) * scale
-        # In compiled code of torch 2.11 a conversion of float32 to itself would make the gradient zero.
-        if y.dtype != x.dtype:
-            y = y.type_as(x)
+        # A copy of float32, too. In code compiled by torch 2.11, where a forward pass returns the very tensor that an
+        # operation was given, its gradient arrives as zeros (pytorch 180642).
+        y = (rotate(wide, cos, sin) * scale).to(x.dtype, copy=True)
         ctx.save_for_backward(y, scale, cos, sin)
         ctx.factor = factor
         return y

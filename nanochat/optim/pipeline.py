@@ -149,7 +149,8 @@ class Pipeline:
             received = torch.empty(shape, dtype=torch.int64, device="meta")  # tokens
         stage = PipelineStage(
             StageLayers(model, self.layers), self.pipeline_stage, self.pipeline_stages, sharding.device,
-            input_args=(received,), output_args=(streams,), group=sharding.groups["pipeline"],
+            input_args=(received,), output_args=(streams[0] if self.is_last else streams,),
+            group=sharding.groups["pipeline"],
         )
         self.schedule = Schedule1F1B(stage, micro_batches, loss, scale_grads=False)
 
