@@ -16,6 +16,8 @@ QUERY_BLOCK = 256
 WINDOW_BLOCK = 128
 # In longer rows the probabilities that the backward pass keeps (B · H · T · T / 2) outweigh the time saved.
 BLOCKWISE_MAX_LENGTH = 2048
+# torch 2.11 hands groups to the same kernels without being told of them.
+GROUPS_ARE_NAMED = torch.__version__ >= "2.12"
 
 
 def attention(
@@ -55,8 +57,7 @@ def varlen_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     length = q.size(1)
-    # torch 2.11 knows no groups, but all the rest.
-    groups = {"enable_gqa": True} if q.size(2) > k.size(2) else {}
+    groups = {"enable_gqa": True} if GROUPS_ARE_NAMED and q.size(2) > k.size(2) else {}
     y = varlen_attn(
         *(heads.flatten(0, 1) for heads in (q, k, v)), documents, documents, length, length,
         window_size=(window - 1 if window < length else -1, 0), **groups,
