@@ -7,6 +7,8 @@ export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
     TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor-$(id -un)-$ATEN_CPU_CAPABILITY}"
 # Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
+# Seconds for a save before torchrun kills its ranks; torch 2.11 knows neither this nor the option, and waits 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 [ -z "${NANOCHAT_NO_VENV:-}" ] || return 0
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1) || {
     ! command -v nvidia-smi >/dev/null || echo "nvidia-smi finds no GPU: ${driver%%$'\n'*}" >&2; driver=""; }

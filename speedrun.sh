@@ -39,7 +39,7 @@ gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/gpus" --plan="$plan" $price
 . "$NANOCHAT_BASE_DIR/once/gpus"
 tag=speedrun-d$DEPTH made=report/sections/climbmix/speedrun-d$DEPTH
-run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 --shutdown-timeout=300 -m"
+run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 -m"
 keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $wandb"
 model="--depth=$DEPTH --target_param_data_ratio=$RATIO --device_batch_size=$ROWS --save_every=1000 $keep"
 if [ -z "$plan" ]; then  # before anything is downloaded, three such steps on Python's library: do they fit, and save?

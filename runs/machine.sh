@@ -16,7 +16,7 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$gpus" -ge 1 ]; then
     DATA=${DATA:-climbmix}
-    launch=(torchrun --standalone --nproc_per_node="$gpus" --max-restarts=3 --shutdown-timeout=300 -m)
+    launch=(torchrun --standalone --nproc_per_node="$gpus" --max-restarts=3 -m)
     model=(--save_every=1000 --keep_last=1)
     if [ "$DATA" = climbmix ]; then python -m scripts.dataset --source=climbmix --num_shards="${SHARDS:-100}"; fi
 else

@@ -31,6 +31,8 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 [ "$gpus" -ge 1 ] || gpus=1
 # Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
+# Seconds for a save before torchrun kills its ranks; torch 2.11 knows neither this nor the option, and waits 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 # exec: a signal to this script is one to torchrun, which passes it on; then every rank finishes its step and saves.
 exec torchrun --nnodes="$NNODES" --nproc-per-node="${NPROC:-$gpus}" "${meeting[@]}" \
-    --max-restarts="${MAX_RESTARTS:-3}" --shutdown-timeout=300 -m "$@"
+    --max-restarts="${MAX_RESTARTS:-3}" -m "$@"

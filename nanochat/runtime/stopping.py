@@ -15,7 +15,7 @@ from nanochat.runtime.distributed import compute_cleanup
 
 T = TypeVar("T")
 # From a signal to the end of a rank that still waits for its device or another rank, in seconds: more than a step
-# takes, less than the --shutdown-timeout=300 of the launchers here.
+# takes, less than the TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 of the launchers here.
 STUCK_AFTER = 120
 
 
