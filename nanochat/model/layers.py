@@ -9,8 +9,7 @@ from torch import Tensor
 
 from nanochat.model.attention import attention, offset_keys, token_before
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.table_gradient import Lookup
-from nanochat.runtime.compiling import of_any_length, switch
+from nanochat.runtime.compiling import of_any_length
 
 # float32's machine epsilon, also for bfloat16: its own would change the result.
 NORM_EPS = 1.1920929e-07
@@ -125,12 +124,11 @@ class Table(nn.Embedding):
 
     def __init__(self, rows: int, width: int):
         super().__init__(rows, width, _weight=torch.empty(rows, width))
+        # table_gradient.py replaces it.
+        self.lookup: Callable = F.embedding
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Kernels take a C compiler, which a run with --compile=False does without.
-        if torch.is_grad_enabled() and tokens.is_cuda and switch.on:
-            return Lookup.apply(self.weight, tokens)
-        return super().forward(tokens)
+        return self.lookup(tokens, self.weight)
 
 
 class Embedding(Table):

@@ -6,15 +6,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat.model.gpt import GPT
+from nanochat.model.layers import Table
+
 # Places that one program adds up, and columns.
 PLACES, COLUMNS = 64, 512
 
 
+def compile_model(model: GPT) -> None:
+    """
+    Compile the blocks and, on a GPU, let tables take the kernels. Here, as an exported model's code comes without them.
+    """
+    model.compile_blocks()
+    for module in model.modules():
+        if isinstance(module, Table) and module.weight.is_cuda:
+            module.lookup = Lookup.apply
+
+
 class Lookup(torch.autograd.Function):
-    """F.embedding(tokens, table)."""
+    """F.embedding."""
 
     @staticmethod
-    def forward(ctx, table: Tensor, tokens: Tensor) -> Tensor:
+    def forward(ctx, tokens: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.rows = len(table)
         return F.embedding(tokens, table)
@@ -22,7 +35,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (tokens,) = ctx.saved_tensors
-        return sum_by_token(grad.flatten(0, -2), tokens.flatten(), ctx.rows), None
+        return None, sum_by_token(grad.flatten(0, -2), tokens.flatten(), ctx.rows)
 
 
 @torch.library.custom_op("nanochat::sum_by_token", mutates_args=())

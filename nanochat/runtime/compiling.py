@@ -1,6 +1,6 @@
 """
 torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, blocks of the
-model by `GPT.compile_blocks`. Until `set_compile` asks for it, all of it is plain eager code.
+model by `compile_model` of table_gradient.py. Until `set_compile` asks for it, all of it is plain eager code.
 """
 import contextlib
 import functools

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.model.table_gradient import compile_model
 from nanochat.optim.schedule import is_due
 from nanochat.optim.sharding import Sharding
 from nanochat.runtime.compiling import set_compile
@@ -39,7 +40,7 @@ class Session:
             self.step, metrics_state = before["step"], before["metrics_state"]
         model = sharding.model
         if set_compile(settings["compile"], sharding.device.type):
-            model.compile_blocks()
+            compile_model(model)
         self.saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, self.step, settings["keep_last"],
                                       settings["overwrite"])
         self.metrics = Metrics(checkpoints, settings["run"], settings, self.step, num_iterations, tokens_per_step,
