@@ -25,7 +25,7 @@ for argument in "$@"; do
 done
 cd "$(dirname "$0")"
 case $(nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2>/dev/null || :) in
-    "") extra="" ;; 9.0,\ 5[89]* | 10.0,\ 5[89]*) extra=hub,gpu ;; *) extra=hub ;;  # FlashAttention 4; larger tasks
+    9.0,\ 5[89]* | 10.0,\ 5[89]*) extra=hub,gpu ;; [0-9]*) extra=hub ;; *) extra="" ;;  # FlashAttention 4; more tasks
 esac
 . ./setup.sh "$extra${extra:+${wandb:+,wandb}}"
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
