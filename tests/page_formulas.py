@@ -240,7 +240,7 @@ def minutes() -> str:
     names = ["bfloat16, FlashAttention 2 (kernels measured, this step not)",
              "8 bits in blocks and head (step measured on one H100)",
              "FlashAttention 4, from Hopper on (measured likewise)",
-             "tables' sums and relu² by own kernels: 4%, without 8 bits 1% (kernels measured, not the step)",
+             "tables' sums and relu² by own kernels: 4%, without 8 bits 1% (estimated)",
              "offset keys: 4% fewer steps (Marin 4802: 5 to 18%, without smear and value tables)",
              "EMA-Nesterov: 1.4% fewer steps (modded-nanogpt 309, n = 16)", "documents apart, 1.6% (nanochat 663)"]
     lines = [[name, *(f"{n:,.1f}" for n in values)] for name, values in zip(names, zip(*columns))]

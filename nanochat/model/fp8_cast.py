@@ -1,6 +1,6 @@
 """
 A matrix in 8 bits by rows and by columns, read once. An H100 multiplies 8-bit operands only along contiguous numbers,
-so a training step needs both, and in the code that torch generates the transposed one takes three times as long.
+so a training step needs both, and code that torch generates writes the transposed one slowly (docs/LOG.md).
 """
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 """
 The gradient of a table that tokens are looked up in, on a GPU: for each token the sum over its places, always in the
-same order. torch's own takes five times as long on an H100; a model of 22 layers has twelve tables.
+same order. torch's own took a millisecond on an H100, most of it not for memory; 22 layers have twelve tables.
 """
 import torch
 import torch.nn.functional as F
