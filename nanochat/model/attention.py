@@ -191,12 +191,12 @@ class BlockwiseAttention(torch.autograd.Function):
             unseen = ~visible(start, end, first, window, q.device, of_queries)  # (rows, keys) or (B, rows, keys)
             bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
             if begins is None:
-                bias = bias.repeat(G, 1).expand(N, -1, -1)                      # (N, G · rows, keys)
+                scores = bias.repeat(N, G, 1)                                   # (N, G · rows, keys)
             else:
-                bias = bias.repeat(1, G, 1).repeat_interleave(N // len(begins), dim=0)
+                scores = bias.repeat(1, G, 1).repeat_interleave(N // len(begins), dim=0)
             rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G · rows, D)
-            scores = torch.baddbmm(bias, rows, k[:, first:end].mT, alpha=D**-0.5)
-            p = scores.softmax(-1)
+            # Added in place: a copy of the masks costs as much as the softmax.
+            p = torch.baddbmm(scores, rows, k[:, first:end].mT, alpha=D**-0.5, out=scores).softmax(-1)
             if any(ctx.needs_input_grad):
                 kept.append(p)
             out[:, :, start:end] = torch.bmm(p, v[:, first:end]).view(N, G, -1, D)
@@ -215,12 +215,12 @@ class BlockwiseAttention(torch.autograd.Function):
             rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G · rows, D)
             grad_rows = grad[:, :, start:end].reshape(N, -1, D)
             grad_p = torch.bmm(grad_rows, v[:, first:end].mT)                   # (N, G · rows, keys)
-            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype).mul_(D**-0.5)
-            grad_q[:, :, start:end] = torch.bmm(grad_scores, k[:, first:end]).view(N, G, -1, D)
+            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)  # of those that were scaled
+            grad_q[:, :, start:end] = torch.bmm(grad_scores, k[:, first:end]).view(N, G, -1, D) * D**-0.5
             # Blocks share keys: their gradients are added in place.
             keys_sum = grad_k[:, first:end]
             values_sum = grad_v[:, first:end]
-            torch.baddbmm(keys_sum, grad_scores.mT, rows, out=keys_sum)
+            torch.baddbmm(keys_sum, grad_scores.mT, rows, alpha=D**-0.5, out=keys_sum)
             torch.baddbmm(values_sum, p.mT, grad_rows, out=values_sum)
         return grad_q, grad_k, grad_v, None, None
 
