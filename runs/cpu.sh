@@ -4,7 +4,7 @@
 DEPTH=${depth:-2}  # 4 with --full
 python -m scripts.choose_size --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/estimate.json"  # how long it takes
 tag=assistant-d$DEPTH made=report/sections/tinyworld/assistant-d$DEPTH
-batch="--total_batch_size=4096 --device_batch_size=8 --eval_tokens=32768"
+batch="--total_batch_size=4096 --device_batch_size=8 --matrix_lr=0.03 --eval_tokens=32768"
 keep="--save_every=200 --keep_last=2"
 page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=folder})
 [ -z "${chat:-}" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live; then the chat
@@ -14,30 +14,27 @@ once library -- python -m scripts.library --source=python
 [ -z "${folder:-}" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
 once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/tinyworld -- \
     python -m scripts.tok_train --data=tinyworld --vocab_size=4096 --tasks="pydoc, run, notes[:6000]"
-# Facts are learned by questions: 14,000 more of them in mid-training were better than 200 steps more here.
 # Heads of 64 learn to copy sooner than heads of 128; on text alone they were worse (docs/ablations.md).
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
     python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=auto --depth=$DEPTH \
-    --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=300 --eval_every=100 --sample_every=100 $batch \
-    --matrix_lr=0.04 --embedding_lr=0.4 --unembedding_lr=0.008 $keep
+    --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=500 --eval_every=100 --sample_every=100 $batch $keep
 # ---- The assistant, judged by held-out problems. Fine-tuning after this mid-training brought nothing: there is none.
 judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=64 --tasks="tinyworld:facts, tinyworld:identity,
     arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run, lookup, lookup:unknown, lookup:talk, search,
     search:unknown, notes, notes:unknown, notes:talk")
 # after:…: a question of another task comes first. Without these, arithmetic after a lookup was 44% right.
 once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/mid_train.json -- \
-    python -m scripts.mid_train --model_tag=$tag --resume=auto --eval_every=500 $batch $keep \
-    --warmdown_ratio=1 --matrix_lr=0.03 --tasks="tinyworld*2, tinyworld:identity[:2000],
-        after:lookup+arithmetic[:700], after:search+spellingbee[:700], after:lookup+tinyworld[:600],
-        after:lookup+tinyworld:identity[:300], after:arithmetic+lookup[:400], after:tinyworld+search[:300],
-        arithmetic[:5000], spellingbee[:3000], spellingbee:hand[:8000], words:tinyworld[:7500], run[:15000],
-        lookup[:7500], lookup:unknown[:2000], lookup:talk[:2000], search[:6000], search:unknown[:5000], notes[:5000],
-        notes:unknown[:2000], notes:talk[:3000]"
+    python -m scripts.mid_train --model_tag=$tag --resume=auto --eval_every=500 --warmdown_ratio=1 $batch $keep \
+    --tasks="tinyworld, tinyworld[:7000], after:lookup+arithmetic[:700], after:search+spellingbee[:700],
+        after:lookup+tinyworld[:600], after:lookup+tinyworld:identity[:300], after:arithmetic+lookup[:400],
+        after:tinyworld+search[:300], arithmetic[:4000], spellingbee[:3000], spellingbee:hand[:9000],
+        words:tinyworld[:6500], run[:13000], lookup[:7500], lookup:unknown[:2000], lookup:talk[:2000], search[:8000],
+        search:unknown[:5500], notes[:5000], notes:unknown[:1500], notes:talk[:3000]"
 once chat_eval-mid-$tag --needs mid_checkpoints/$tag --makes $made/chat_eval_mid.json -- \
     "${judge[@]}" --source=mid --max_problems=100
 # Vectors of words stay as they are: moved by what one task rewards, they cost other tasks up to 2 points.
 once rl-$tag --needs mid_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat_rl.json -- \
-    python -m scripts.chat_rl --source=mid --model_tag=$tag --resume=auto --task="run[18000:]" --num_iterations=80 \
+    python -m scripts.chat_rl --source=mid --model_tag=$tag --resume=auto --task="run[18000:]" --num_iterations=70 \
     --init_lr_frac=0.3 --embedding_lr=0 --unembedding_lr=0 --num_samples=8 --max_new_tokens=80 --eval_every=100 \
     --device_batch_size=16 --eval_examples=200 --eval_samples=1 --save_every=20 --keep_last=2
 once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- \
