@@ -25,7 +25,7 @@ judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=64 --tasks="tin
 # after:…: a question of another task comes first. Without these, arithmetic after a lookup was 44% right.
 once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/mid_train.json -- \
     python -m scripts.mid_train --model_tag=$tag --resume=auto --eval_every=500 --warmdown_ratio=1 $batch $keep \
-    --tasks="tinyworld, tinyworld[:7000], after:lookup+arithmetic[:700], after:search+spellingbee[:700],
+    --tasks="tinyworld, tinyworld[:5000], after:lookup+arithmetic[:700], after:search+spellingbee[:700],
         after:lookup+tinyworld[:600], after:lookup+tinyworld:identity[:300], after:arithmetic+lookup[:400],
         after:tinyworld+search[:300], arithmetic[:4000], spellingbee[:3000], spellingbee:hand[:9000],
         words:tinyworld[:6500], run[:13000], lookup[:7500], lookup:unknown[:2000], lookup:talk[:2000], search[:8000],

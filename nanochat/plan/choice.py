@@ -19,7 +19,7 @@ MAX_HOURS = 12
 # Steps of runs/cpu.sh: seconds that do not depend on the model, and how many steps of pretraining the others are worth.
 CPU_STEPS = {
     "data-tinyworld": (6, 0), "tokenizer-tinyworld": (8, 0),
-    "base-assistant-d{}": (17, 500), "mid-assistant-d{}": (20, 1110), "chat_eval-mid-assistant-d{}": (9, 25),
+    "base-assistant-d{}": (17, 500), "mid-assistant-d{}": (20, 1100), "chat_eval-mid-assistant-d{}": (9, 25),
     "rl-assistant-d{}": (20, 85), "chat_eval-rl-assistant-d{}": (22, 40),
 }
 # The most rows at a time: a step has 512, and of 32 on, gradients are summed half as often.
