@@ -1,4 +1,4 @@
-# The assistant of a laptop: the embedded world and Python's own documentation, without downloads, in eight to
+# The assistant of a laptop: the embedded world and Python's own documentation, without downloads, in seven to
 # eleven minutes on two cores. speedrun.sh sources this file where there is no GPU. To paste its commands, begin with
 #     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
 DEPTH=${depth:-2}  # 4 with --full
