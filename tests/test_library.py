@@ -26,7 +26,7 @@ from conftest import REPO, run_module
 from nanochat.corpus.passages import make_library, open_library, text_passages
 from nanochat.inference import retrieval as reader
 from nanochat.inference.retrieval import Library, Passage, library_path
-from nanochat.inference.words import stems
+from nanochat.inference.words import parts, stems
 from nanochat.runtime.errors import UserError
 
 WINE = """---
@@ -266,6 +266,27 @@ def test_words_that_differ_only_in_form_are_the_same(folder):
     assert stems("number617") != stems("number618")
     (folder / "a.md").write_text("# Müller\n\nHer number is 12.\n")
     assert made(folder).lookup("mu\u0308ller").text == "Her number is 12."
+
+
+@pytest.mark.parametrize("word, split", [
+    ("dateisystembelegung", ["datei", "system", "belegung"]), ("eingabezeile", ["eingabe", "zeile"]),
+    ("arbeitsplatz", ["arbeit", "platz"]),      # an s joins its parts
+    ("gartenzeile", ["garten", "zeile"]),       # more frequent than garte, nzeile
+    ("dateisystem", ["datei", "system"]), ("systematik", []), ("datei", []), ("", []),
+    ("password", []),                           # too short for a compound
+    ("京都天気京都天気京都天気", [])])
+def test_a_compound_has_the_parts_that_the_library_has(word, split):
+    known = "datei system dateisystem belegung eingabe zeile arbeit platz garten garten garte nzeile pass word 京都天気"
+    assert parts(word, known.split().count) == split
+
+
+def test_a_compound_is_found_by_its_parts(folder):
+    (folder / "a.txt").write_text("Der Platzverbrauch des Gerätes ist klein.\n\n"
+                                  "Die Platten sind neu. Ein Platz ist frei.\n\nDer Verbrauch sinkt.")
+    library = made(folder)
+    for question in ("Verbrauch an Platz im Gerät", "Platzverbrauch Geräte", "Geräteplatzverbrauch"):
+        assert library.search(question).text.startswith("Der Platzverbrauch"), question
+    assert library.search("Wo ist der Plattenplatz?").text.startswith("Die Platten")
 
 
 def test_a_title_the_name_of_a_file_and_its_beginning_count(folder):

@@ -8,7 +8,9 @@ import hashlib
 import itertools
 import platform
 import re
+from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, files_below, kind_of, own_path, say
@@ -16,7 +18,7 @@ from nanochat.corpus.python_docs import documentation, first_paragraph, first_se
 from nanochat.data.sentences import sentence_ends
 from nanochat.inference.retrieval import FORM, Passage, connect, file_of, key_of, last_part, library_path
 from nanochat.inference.tools import Tools, open_tools
-from nanochat.inference.words import stems
+from nanochat.inference.words import parts, stems, words
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import locked, recover_folder, write_aside
@@ -41,15 +43,14 @@ PRAGMA journal_mode = OFF; BEGIN;
 CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE passages(id INTEGER PRIMARY KEY, title TEXT, text TEXT, place TEXT, key TEXT, last TEXT);
 CREATE TABLE words(word TEXT PRIMARY KEY, passages INTEGER) WITHOUT ROWID;
+CREATE TABLE known(word TEXT PRIMARY KEY, count INTEGER) WITHOUT ROWID;
 CREATE VIRTUAL TABLE stems USING fts5(about, sentence, rest, tokenize='ascii');
-CREATE TEMP TRIGGER fill AFTER INSERT ON passages BEGIN
-    INSERT INTO stems(rowid, about, sentence, rest) VALUES (
-        new.id, stems(new.title || ' ' || file_name(new.place)), stems(first_sentence(new.text)),
-        stems(substr(new.text, 1 + length(first_sentence(new.text)))));
-END;
 """
 INSERT = "INSERT INTO passages VALUES (NULL, ?1, ?2, ?3, key_of(?1), last_part(key_of(?1)))"
 FINISH = """
+INSERT INTO stems(rowid, about, sentence, rest) SELECT
+    id, stems(title || ' ' || file_name(place)), stems(first_sentence(text)),
+    stems(substr(text, 1 + length(first_sentence(text)))) FROM passages;
 CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, stems, row);
 INSERT INTO words SELECT term, doc FROM temp.vocabulary;
 INSERT INTO manifest SELECT 'passages', count(*) FROM passages;
@@ -83,11 +84,16 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
             database.create_function("last_part", 1, last_part)
             database.create_function("file_name", 1, lambda place: KIND.sub("", Path(file_of(place)).name))
             database.create_function("first_sentence", 1, lambda text: text[: sentence_ends(text)[0]])
-            database.create_function("stems", 1, lambda text: " ".join(stems(text)))
+            counts: Counter[str] = Counter()
+            split = lru_cache(1 << 16)(lambda word: " ".join([word, *parts(word, counts.__getitem__)]))
+            database.create_function("stems", 1, lambda text: " ".join(stems(" ".join(map(split, words(text))))))
             database.executescript(SCHEMA)
             database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
             if not database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount:
                 raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
+            for title, text in database.execute("SELECT title, text FROM passages"):
+                counts.update(words(f"{title} {text}"))
+            database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
             database.executescript(FINISH)
             database.close()
     return place

@@ -16,7 +16,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanochat.inference.words import common_stems, normal_form, stems, telling_words
+from nanochat.inference.words import common_stems, normal_form, parts, stems, telling_words
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 
@@ -33,7 +33,7 @@ CANDIDATES = 20
 # A passage answers a question only if it has more than this share of the question's weight.
 ENOUGH = 0.5
 # What a library is made by: another one is not understood. Changes with the stems and the tables.
-FORM = "2"
+FORM = "3"
 # The lowest difflib ratio of a misspelled title's last part.
 SIMILAR = 0.85
 # Seconds for a query. It takes milliseconds, except on a slow disk.
@@ -123,6 +123,8 @@ class Library:
         named = self.titled(words)
         if named:
             return named
+        # A compound is asked for by its parts, as the library may have them in other compounds.
+        words = " ".join(part for word in words.split() for part in parts(word, self.count) or [word])
         # In order, so that ties are not decided by the hash of a process.
         weights = self.weights(sorted(set(stems(words))), common_stems(question))
 
@@ -162,6 +164,10 @@ class Library:
             return {}
         median = sorted(weights.values())[len(weights) // 2]
         return dict.fromkeys((stem for stem in asked if stem not in common), median) | weights
+
+    def count(self, word: str) -> int:
+        """How often the library has a word."""
+        return sum(count for count, in self.query("SELECT count FROM known WHERE word = ?", word))
 
     def query(self, statement: str, *values: Any) -> list[tuple]:
         """All rows; none if the file cannot be read or the time is over."""

@@ -4,20 +4,25 @@ The words of a text as a library compares them, in any language.
     stems("Für getElementById")                  ["fur", "get", "eleme", "by", "id"]
     stems("京都の天気")                           ["京都", "京", "都", "の", "天気", "天", "気"]
     telling_words("How do I list directories?")  ["list", "directories"]
+    parts("systemdatum", count)                  ["system", "datum"], if a library has both
 
 Case, width and accents do not count. A word is cut after five letters, so no language has to be told from another; over
-manual pages in six languages that finds more than endings by language or Snowball's stemmers (docs/LOG.md). Where there
-are no blanks, each pair of characters is a word, and each Chinese character.
+manual pages in six languages that finds more than endings by language or Snowball's stemmers (docs/LOG.md). A compound
+is found by its parts as well. Where there are no blanks, each pair of characters is a word, and each Chinese character.
 """
 import re
 import tomllib
 import unicodedata
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 LETTERS = 5
 # Scripts without blanks between words; and Korean, whose particles are written together with their words.
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+# Letters of a compound, at least: German ones are long, and "password" has nothing to do with passing words.
+COMPOUND = 10
+PART = 4  # letters of a part of a compound, at least
 HIRAGANA = "\u3041-\u309f"
 MARKS = "".join(mark for mark in map(chr, range(0x300, 0x3100)) if unicodedata.category(mark).startswith("M"))
 # Accents of Latin, Greek and Cyrillic letters, vowels of Hebrew and Arabic: questions are often typed without them.
@@ -65,6 +70,23 @@ def stem(word: str) -> str:
     if re.search(r"\d", word):
         return word
     return VOWELS.sub("", SUFFIX.sub("", word)[:LETTERS])
+
+
+def parts(word: str, count: Callable[[str], int]) -> list[str]:
+    """
+    The words that a compound is made of: dateisystembelegung -> datei, system, belegung; none of any other.
+
+    count: how often a library has a word. Of several splits the one of the most frequent words is taken.
+    """
+    if len(word) < COMPOUND or word >= UNSPACED[0]:
+        return []
+    splits = [
+        (count(head) * count(word[place:]), head, word[place:]) for place in range(PART, len(word) - PART + 1)
+        for head in (word[:place], word[:place].removesuffix("s"), word[:place].removesuffix("n"))]  # which join parts
+    often, *found = max(splits)
+    if not often:
+        return []
+    return [part for one in found for part in parts(one, count) or [one]]
 
 
 def telling_words(question: str) -> list[str]:
