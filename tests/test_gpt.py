@@ -20,6 +20,7 @@ from nanochat.model.attention import (
     attention,
     document_begins,
     has_varlen,
+    query_blocks,
     varlen_attention,
     varlen_error,
 )
@@ -213,6 +214,21 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, 
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
     gradients = (torch.autograd.grad(y, (q, k, v), upstream) for y in (got, expected))
     for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window, firsts", [
+    (512, [0, 0, 0, 0, 0, 128, 128, 256]), (64, [0, 0, 64, 128, 192, 256, 320, 384])])
+def test_keys_that_no_row_sees_are_left_out_on_a_cpu(window, firsts):
+    """Keys before the window, and whole blocks of keys before both rows' documents at the first query of a block."""
+    begins = document_begins(document_offsets([[150, 250, 112], [300, 212]], 2, 512), 2, 512)
+    assert [first for _, _, first in query_blocks(512, window, begins)] == firsts
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, upstream = (torch.randn(2, 512, heads, 16, generator=generator, requires_grad=True)
+                         for heads in (4, 2, 2, 4))
+    got, expected = attention(q, k, v, window, None, begins), reference_attention(q, k, v, window, begins)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
+    for a, b in zip(*(torch.autograd.grad(y, (q, k, v), upstream) for y in (got, expected))):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 

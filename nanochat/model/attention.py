@@ -9,11 +9,9 @@ from torch import Tensor
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import first_line
 
-# Queries per block on a CPU: enough rows for the full rate of a matrix product, and few enough that half of the
-# scores are never computed.
-QUERY_BLOCK = 256
-# The same where a window leaves out most keys: larger blocks would compute scores that the window hides.
-WINDOW_BLOCK = 128
+# Queries per block on a CPU, in rows of up to 512 tokens and in longer ones: fewer and larger products, or fewer scores
+# that no query sees.
+QUERY_BLOCKS = 64, 128
 # In longer rows the probabilities that the backward pass keeps (B · H · T · T / 2) outweigh the time saved.
 BLOCKWISE_MAX_LENGTH = 2048
 # torch 2.11 hands groups to the same kernels without being told of them.
@@ -151,8 +149,8 @@ def blockwise_attention(
     begins: Tensor | None = None,
 ) -> Tensor:
     """
-    The same by blocks of queries, each against the keys between its first query's window and its own end only: nearly
-    half of the score matrix is never computed, and much less of it with a short window. Softmax in float32.
+    The same by blocks of queries, each against the keys that one of its queries sees in one of the rows, and a few
+    more: scores after the block, before its window or before its documents are never computed. Softmax in float32.
     """
     B, T, H, D = q.shape
     q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
@@ -162,10 +160,20 @@ def blockwise_attention(
     return BlockwiseAttention.apply(q, k, v, window, begins).view(B, H, T, D).transpose(1, 2)
 
 
-def query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
-    """(first query, end of queries and keys, first key) of each block."""
-    size = QUERY_BLOCK if window >= length else WINDOW_BLOCK
-    return [(start, min(start + size, length), max(start - window, 0)) for start in range(0, length, size)]
+def query_blocks(length: int, window: int, begins: Tensor | None = None) -> list[tuple[int, int, int]]:
+    """
+    (first query, end of queries and keys, first key) of each block. First keys are multiples of a block, as products
+    of a new shape take time once.
+    """
+    small, large = QUERY_BLOCKS
+    size = small if length <= 512 else large
+    starts = range(0, length, size)
+    # The earliest begin, over the rows, of the document at a block's first query.
+    documents = [0] * len(starts) if begins is None else begins[:, ::size].amin(0).tolist()
+    return [
+        (start, min(start + size, length), max(start - window, document // small * small, 0))
+        for start, document in zip(starts, documents)
+    ]
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -186,14 +194,12 @@ class BlockwiseAttention(torch.autograd.Function):
         N, G, T, D = q.shape
         out = torch.empty_like(q)
         kept = []
-        for start, end, first in query_blocks(T, window):
+        ctx.blocks = query_blocks(T, window, begins)
+        for start, end, first in ctx.blocks:
             of_queries = None if begins is None else begins[:, start:end]
             unseen = ~visible(start, end, first, window, q.device, of_queries)  # (rows, keys) or (B, rows, keys)
-            bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
-            if begins is None:
-                scores = bias.repeat(N, G, 1)                                   # (N, G · rows, keys)
-            else:
-                scores = bias.repeat(1, G, 1).repeat_interleave(N // len(begins), dim=0)
+            bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf")).view(-1, 1, 1, *unseen.shape[-2:])
+            scores = bias.repeat(1, N // len(bias), G, 1, 1).view(N, -1, end - first)  # (N, G · rows, keys)
             rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G · rows, D)
             # Added in place: a copy of the masks costs as much as the softmax.
             p = torch.baddbmm(scores, rows, k[:, first:end].mT, alpha=D**-0.5, out=scores).softmax(-1)
@@ -201,7 +207,6 @@ class BlockwiseAttention(torch.autograd.Function):
                 kept.append(p)
             out[:, :, start:end] = torch.bmm(p, v[:, first:end]).view(N, G, -1, D)
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.window = window
         return out
 
     @staticmethod
@@ -211,7 +216,7 @@ class BlockwiseAttention(torch.autograd.Function):
         grad_q = torch.empty_like(q)
         grad_k = torch.zeros_like(k)
         grad_v = torch.zeros_like(v)
-        for (start, end, first), p in zip(query_blocks(T, ctx.window), kept):
+        for (start, end, first), p in zip(ctx.blocks, kept):
             rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G · rows, D)
             grad_rows = grad[:, :, start:end].reshape(N, -1, D)
             grad_p = torch.bmm(grad_rows, v[:, first:end].mT)                   # (N, G · rows, keys)
@@ -257,8 +262,8 @@ def visible(
     (end − start, end − first) bool: which keys, from `first` on, each of the queries from `start` to `end` sees.
     begins (…, end − start): the position where each query's document begins; (…, end − start, end − first) then.
     """
-    query = torch.arange(start, end, device=device)[:, None]
-    key = torch.arange(first, end, device=device)
+    query = torch.arange(start, end, dtype=torch.int32, device=device)[:, None]
+    key = torch.arange(first, end, dtype=torch.int32, device=device)
     seen = (key <= query) & (key > query - window)
     if begins is not None:
         seen = seen & (key >= begins[..., None])
