@@ -18,7 +18,7 @@ depth = 22                  # [1..] layers
 vocab_size = 49152          # [300..] tokens
 max_seq_len = 2048          # [64..] tokens per row
 rows = 16                   # [1..] on each GPU
-fp8 = False                 # products in 8 bits
+fp8 = False                 # 8-bit matrix products
 configure(globals())
 if rehearse:
     data, depth, vocab_size, max_seq_len, rows = "tinyworld", 1, 512, 64, 2

@@ -12,13 +12,13 @@ from configurator import configure
 
 # ---- Model
 model_tag: str | None = None  # folder of the checkpoints; None: the only one there is
-step: int | None = None     # [0..] of the checkpoint; None: the newest valid one
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
+step: int | None = None     # [0..] the checkpoint's step; None: the newest valid one
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
 # ---- Evaluation
 data: str | None = None     # data set to measure on; None: the one it was trained on
 device_batch_size = 16      # [1..] rows per rank at a time; halve it when memory runs out
-eval_tokens = 10485760      # [1..] tokens of each split, at most one pass over validation
-core_metric_max_per_task = 500  # [-1..] items of each task of CORE, whose bundle is downloaded; -1: all, 0: no CORE
+eval_tokens = 10485760      # [1..] tokens of each split, up to one pass over the validation split
+core_metric_max_per_task = 500  # [-1..] items of each CORE task, whose bundle is downloaded; -1: all; 0: no CORE
 configure(globals())
 
 from nanochat.corpus.eval_bundle import why_no_bundle

@@ -11,55 +11,55 @@ from configurator import configure
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
 model_tag = ""              # folder of the checkpoints; empty: d<depth>
-overwrite = False           # remove checkpoints in the way: at a new start all, of a resumed run those after its start
-seed = 0                    # [0..] decides weights and the order of the data
+overwrite = False           # remove old checkpoints: all, or when resuming, those of later steps
+seed = 0                    # [0..] decides the weights and the data order
 # ---- Device
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters, activations; auto: bfloat16 where it is fast
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
-fp8: bool | Literal["auto"] = "auto"  # products in 8 bits; auto: for depth 22 and more on H100, H200, B200
+fp8: bool | Literal["auto"] = "auto"  # 8-bit matrix products; auto: for depth 22 and more on H100, H200, B200
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Data
 data = "tinyworld"          # data set made by scripts.dataset, or several by shares: climbmix*0.9, notes*0.1
 max_seq_len = -1            # [-1, 1..] tokens per row; -1: 2,048 on a CUDA GPU, else 512
-# ---- Model: drawn by the seed, or begun from another one, with its tokenizer and the settings that are left out here
-depth = -1                  # [-1, 1..] layers; they set the width, about 64 each; -1: 20 on a CUDA GPU, else 4
-arch = ""                   # pieces: classic, modern (empty), or one with changes: modern,smear=False
-begin_from = ""             # model_tag of a base model, also an imported one, whose weights are trained further
-source_step: int | None = None  # step of its checkpoint to begin with; None: the newest valid one
-# ---- Horizon: the first of these that is positive
+# ---- Model: new, or one to train further, which gives the tokenizer and all settings that are left out here
+depth = -1                  # [-1, 1..] layers; the width is about 64 per layer; -1: 20 on a CUDA GPU, else 4
+arch = ""                   # architecture: classic, modern (empty), or one with changes: modern,smear=False
+begin_from = ""             # model_tag of a base model to train further; it may be an imported one
+source_step: int | None = None  # step of its checkpoint to start from; None: the newest valid one
+# ---- Horizon: the first positive one counts
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
-target_param_data_ratio = 8.0  # tokens per parameter of matrices and head
+target_param_data_ratio = 8.0  # training tokens per parameter of matrices and head
 # ---- Batch
 device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: up to 16 on a CUDA GPU, else up to 8
 total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, and rates scaled to it
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 shard_size = -1             # [-1, 1..] ranks that share one copy; groups of this size are replicas; -1: all ranks
-pipeline_stages = 1         # [1..] groups of ranks with layers of their own; micro-batches go from one to the next
-# ---- Optimizers: -1 is chosen by steps and layers, see Recipe in nanochat/optim/recipe.py
+pipeline_stages = 1         # [1..] groups of ranks, each with its own layers; micro-batches go from one to the next
+# ---- Optimizers: -1 is chosen from steps and layers; see Recipe in nanochat/optim/recipe.py
 embedding_lr = -1.0         # [-1, 0..] AdamW, for a model 768 wide
 unembedding_lr = -1.0       # [-1, 0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 muon_momentum = -1.0        # [-1, 0..1] Muon's momentum after its rise
-final_muon_momentum = -1.0  # [-1, 0..1] at the end of the warmdown
-momentum_steps = -1         # [-1, 1..] steps in which it rises from 0.85
-weight_decay = -1.0         # [-1, 0..] of Muon's matrices; falls to zero
+final_muon_momentum = -1.0  # [-1, 0..1] Muon's momentum at the end of the warmdown
+momentum_steps = -1         # [-1, 1..] steps over which it rises from 0.85
+weight_decay = -1.0         # [-1, 0..] for Muon's matrices; falls to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmup_steps = -1           # [-1, 0..] steps in which the learning rate rises, at most a tenth of the run
-warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, in which it falls
-final_lr_frac = -1.0        # [-1, 0..1] where it falls to at the end, as a share of the highest rate
-look_ahead = -1.0           # [-1, 0..0.9] after an update in mid-run weights move on by so many mean updates; 0: none
+warmup_steps = -1           # [-1, 0..] steps over which the learning rate rises; at most a tenth of the run
+warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, over which the learning rate falls
+final_lr_frac = -1.0        # [-1, 0..1] learning rate at the end, as a share of the highest
+look_ahead = -1.0           # [-1, 0..0.9] in mid-run, each step adds this factor times the mean update; 0: none
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
-eval_tokens = -1            # [-1, 1..] tokens per validation, at most all; -1: 10,485,760 on a CUDA GPU, else 65,536
+eval_tokens = -1            # [-1, 1..] tokens per validation, up to one pass; -1: 10,485,760 on a CUDA GPU, else 65,536
 core_metric_every = -1      # [-1..] steps between CORE evaluations, also after the last step; -1: never
-core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
+core_metric_max_per_task = 500  # [-1, 1..] items of each CORE task; -1: all
 sample_every = 2000         # [-1..] steps between samples, also before the first step and after the last; -1: never
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
-keep_last = -1              # [-1, 1..] checkpoints kept; -1: all, but of the half-hourly ones the newest two
+save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and at the end; -1: no others
+keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only the newest two half-hourly ones
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
@@ -100,13 +100,13 @@ from nanochat.training.session import Session
 # ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-data_sets = list(data_shares(data))  # the first one's validation is the run's
+data_sets = list(data_shares(data))  # the first one's validation score is the run's
 from_rank0(ensure_dataset, data)
 if core_metric_every > 0 and (reason := why_no_bundle()):
     raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
-# ---- Sizes that were left to the device, or to the model that this one is begun from
+# ---- Sizes that are not set: for this device. A model that is trained further keeps its own (below)
 large = device.type == "cuda"
 if depth == -1:
     depth = 20 if large else 4
@@ -115,10 +115,10 @@ if max_seq_len == -1:
 if eval_tokens == -1:
     eval_tokens = 10_485_760 if large else 65_536
 
-# ---- Where to start, as rank 0 decides: the folder of the checkpoints, the one to resume, the one with the weights
+# ---- Where to start; rank 0 decides: the folder of checkpoints, the checkpoint to resume, the one to read weights from
 begin = find_beginning(config, f"d{depth}")
 
-# ---- Model: first its shapes, without memory, so that wrong settings are found at once
+# ---- Model: first its shapes, without memory, so that wrong settings fail at once
 if begin.origin:
     model_config, tokenizer = continued_model(begin.weights, config)
 else:
@@ -136,10 +136,10 @@ flops_per_token = model.estimate_flops()
 print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
        f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
 pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
-model.keep_layers(pipeline.layers)  # removes those of other pipeline stages
+model.keep_layers(pipeline.layers)  # removes the layers of other pipeline stages
 
-# ---- Horizon, batch, recipe. A resumed run keeps batch, recipe and factors of the rates; its horizon is this call's
-# Rows of a micro-step of all ranks; chosen ones are the same for 1, 2, 4, 8 and 16 ranks, so the curve is, too.
+# ---- Horizon, batch, recipe. A resumed run keeps its batch, recipe and rate factors; the horizon is this call's
+# A chosen batch is a multiple of these rows. 1, 2, 4, 8 and 16 ranks share one default: they get the same loss curve.
 rows_at_once = math.lcm(16, world_size) if device_batch_size == -1 else device_batch_size * world_size
 chosen = choose(config, matmul_parameters, flops_per_token, rows_at_once * max_seq_len, meta)
 total_batch_size, num_iterations, recipe = chosen.total_batch_size, chosen.num_iterations, chosen.recipe
@@ -151,10 +151,10 @@ if fp8 == "auto":
     fp8 = compile and fp8_pays(device, model_config.n_embd, device_batch_size * max_seq_len)
 config |= recipe._asdict() | {"fp8": fp8}  # checkpoints and the report show what was chosen
 
-# ---- Micro-steps. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
-uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
+# ---- Micro-steps. In a pipeline a micro-step has several micro-batches in flight; otherwise it has one
+uneven = meta is not None or hosts_may_change()  # then some ranks may have no rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
-# The share of all ranks' places for rows in a step that have one: 1 if the ranks divide the batch
+# The share of a step's row places that hold a row: 1 if the ranks divide the batch
 filled = total_batch_size / (grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}"
@@ -164,8 +164,8 @@ total_tokens = num_iterations * total_batch_size
 announce_length(depth, num_iterations, total_tokens, flops_per_token, device, model_dtype, world_size,
                 wanted=meta is not None or config["num_iterations"] != -1)
 
-# ---- Weights: drawn in float32, or a checkpoint's; the same on every rank. Units (embedding, block, head) come one
-# by one, and each rank keeps its part of each, as zero_stage says. The model is never drawn as a whole
+# ---- Weights: drawn in float32, or read from a checkpoint; the same on every rank. One unit (embedding, block, head)
+# at a time is drawn, and each rank keeps its part, as zero_stage says. The model is never drawn as a whole
 weights = stored_weights(begin.weights) if begin.weights else partial(model.draw, seed=seed)
 model.activation_checkpointing = activation_checkpointing
 if fp8:
@@ -176,17 +176,17 @@ del weights  # closes the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
                               recipe.weight_decay * chosen.decay_factor, chosen.rate_factor, recipe.look_ahead)
 
-# ---- Resume, exactly: masters and moments here; below the place in the data and, in the Session, the smoothed loss
+# ---- Exact resume: masters and moments here; the place in the data and (in Session) the smoothed loss below
 if begin.resumed:
     load_training_state(begin.resumed, sharding, optimizers)
     print0(f"resuming from {begin.resumed}{changed_settings(meta['config'], config)}")
 
-# ---- Data: the rows of a step depend on its number, the seed and the batch, not on how many ranks share them
+# ---- Data: the rows of a step depend on its number, the seed and the batch, not on the number of ranks
 shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_rank, pipeline.dp_ranks, device)
 train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=total_batch_size // max_seq_len,
                                seed=seed, state=meta["data_state"] if meta else None)
-floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy, None where it is not known
-inputs, targets, documents, data_state = next(train_loader)  # data_state: before the first row of their step
+floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy; None if it is unknown
+inputs, targets, documents, data_state = next(train_loader)  # data_state: where their step begins in the data
 
 session = Session(begin.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
                   rate_scales=(chosen.rate_factor, chosen.decay_factor), data=data, origin=begin.origin)
@@ -195,10 +195,10 @@ pipeline.connect(model, sharding, micro_batches, device_batch_size)
 while True:
     step = session.step
 
-    # --- checkpoint of the parameters before this step, if one is due. The Session also saves them if an error ends all
-    # ranks before the next update, as in an evaluation (not on zero_stage 3, where that takes working collectives)
+    # --- checkpoint of the parameters before this step, if one is due. The Session also saves them if an error, such as
+    # one in an evaluation, ends all ranks before the next update (not on zero_stage 3: it needs working collectives)
     session.save_if_due(data_state=data_state)
-    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
+    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
     # --- evaluation of the same parameters
@@ -221,41 +221,41 @@ while True:
                 with eagerly():
                     samples = print_samples(evaluated, tokenizer, sample_prompts(data_sets[0]), max_tokens=24)
                 metrics.log(step, {"sample": samples})
-    if metrics.stop_requested:  # meanwhile, on some rank: to the top of the loop, which saves and stops
+    if metrics.stop_requested:  # on some rank, during the evaluation: the top of the loop saves and stops
         continue
     if step >= num_iterations:
         break
 
-    # --- one optimizer step. N ranks share one copy (shard_size; groups of N are replicas). Rank r of N on zero_stage 2
-    # holds all weights in model_dtype and, of every unit (embedding, block, head), 1/N of the float32 masters and of
-    # the optimizer's float32 moments (NorMuon's second moments: whole, of the matrices that r orthogonalizes).
-    #   forward   before a unit runs, r waits for its weights, whose all-gather began after the last update
-    #   backward  a unit's gradients are complete -> reduce-scatter in float32, in every micro-step (stage 1: the last):
-    #             r receives the sum over the ranks of its 1/N, adds it to its own sum, and frees the gradients; two
-    #             units are under way at most. After the last micro-step replicas add up their sums (all-reduce)
-    #   reduce    one all-reduce of six numbers: loss, count (`filled`, of ranks with a loss), squared norm, not
-    #             finite?, stop?, save?; r divides loss and gradients by the sum of the counts and clips
-    #   update    AdamW: r changes its 1/N. Muon: the momentum of each matrix goes to one rank (all-to-all), which
-    #             orthogonalizes the matrix and sends the parts back (all-to-all); then r changes its 1/N. LookAhead, in
-    #             mid-run: r moves its 1/N on in the direction of its mean move
-    #   gather    r's 1/N of the new weights -> all-gather, unit by unit, while the next step begins; r frees its sum of
-    #             gradients, so there is no zero_grad
+    # --- one optimizer step, on zero_stage 2. N ranks share one copy (N = shard_size; groups of N are replicas). Rank r
+    # of N holds all weights in model_dtype. Of every unit (embedding, block, head) it holds 1/N of the float32 masters
+    # and moments. (NorMuon's second moments are not cut: r holds them for the matrices that it orthogonalizes.)
+    #   forward   before a unit runs, r waits for its weights; their all-gather began after the last update
+    #   backward  in every micro-step (stage 1: the last), a unit whose gradients are complete is reduce-scattered in
+    #             float32: r receives the sum of its 1/N over the ranks, adds it to its own sum, and frees the unit's
+    #             gradients. Two units travel at once, at most. After the last micro-step replicas all-reduce their sums
+    #   reduce    one all-reduce of six numbers over all ranks: loss, count (`filled`, or 0 without a loss), squared
+    #             norm, three flags: not finite, stop, save. r divides loss and gradients by the summed count and clips
+    #   update    AdamW: r updates its 1/N. Muon: an all-to-all brings each matrix's momentum to one rank, which
+    #             orthogonalizes it; a second one brings the parts back; r updates its 1/N. LookAhead, in mid-run: r
+    #             moves its 1/N further in the mean direction of its moves
+    #   gather    r's 1/N of the new weights is all-gathered, unit by unit, while the next step begins; r frees its
+    #             sum of gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1, passes=micro_batches):
             if pipeline_stages > 1:
-                loss = pipeline.step(inputs, targets, documents)  # forward and backward of all micro-batches, in turns
+                loss = pipeline.step(inputs, targets, documents)  # both passes of all micro-batches, interleaved
             else:
                 loss = model(inputs, targets, documents=documents)  # mean over all targets of this micro-batch
                 (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
-        inputs, targets, documents, data_state = next(train_loader)  # read by a thread: the host does not wait
+        inputs, targets, documents, data_state = next(train_loader)  # read ahead by a thread: the host does not wait
 
-    # reduce_and_clip divides loss and gradients by the sum of the counts. Of a pipeline only the last stage has a loss.
+    # reduce_and_clip divides loss and gradients by the summed count. In a pipeline only the last stage has a loss.
     count = filled if pipeline.is_last else 0.0
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
     lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
-    with session.update(stats, lrm):  # then session.step += 1. An error in here saves nothing: parameters are half new
+    with session.update(stats, lrm):  # ends with session.step += 1. An error in here saves nothing: half is updated
         for optimizer in optimizers:
             optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
         sharding.all_gather_params()

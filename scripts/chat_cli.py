@@ -14,17 +14,17 @@ from configurator import configure
 # ---- Model
 source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the last one trained
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
-step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
+step: int | None = None     # the checkpoint's step; None: the newest valid one
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # weights and KV cache; auto: bfloat16 where it is fast
 # ---- Answers
 p: str | None = None        # a prompt: print the answer to it and end
 temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
-max_new_tokens = 256        # [1..] of an answer
+max_new_tokens = 256        # [1..] tokens of an answer
 seed: int | None = None     # None: another answer every time
-library: str | None = None  # name or file of a library for the model to look into; None: that of Python, if it is there
-copying = True              # calls and quotations are copied to the letter (nanochat/inference/copying.py)
+library: str | None = None  # name or file of a library to look things up in; None: Python's, if there is one
+copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
 import re

@@ -12,14 +12,14 @@ from configurator import configure
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
-step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
+step: int | None = None     # the checkpoint's step; None: the newest valid one
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
 # ---- Evaluation
-tasks = "tinyworld, arithmetic, spellingbee"  # whose held-out problems are solved; [:n]: its first n
+tasks = "tinyworld, arithmetic, spellingbee"  # tasks whose held-out problems are solved; [:n]: the first n
 max_problems = -1           # [-1, 1..] of each task; -1: all
 batch_size = 32             # [1..] problems, or sequences, at a time on each rank; halve it when memory runs out
 max_new_tokens = 512        # [1..] tokens of an answer
-copying = True              # calls and quotations are copied to the letter (nanochat/inference/copying.py)
+copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
 from nanochat.eval.task_eval import accuracy, evaluate_task

@@ -4,10 +4,10 @@ Reinforcement learning: sample answers and reinforce the right ones.
     python -m scripts.chat_rl --task=arithmetic:hard
     torchrun --nproc_per_node=8 -m scripts.chat_rl --task=gsm8k
 
-Policy gradient in the simplest form that works, GRPO (Shao et al. 2024, arXiv:2402.03300) with less around it: several
-samples of each problem; the advantage of a sample is its reward minus the mean of its problem's samples; one update
-for each batch of samples, so they are always the model's own and nothing needs to be clipped; every sampled token
-counts the same (Yu et al. 2025, arXiv:2503.14476).
+Policy gradient in the simplest form that works, a reduced GRPO (Shao et al. 2024, arXiv:2402.03300). Each problem has
+several samples. A sample's advantage is its reward minus the mean reward of its problem's samples. Each batch of
+samples gets one update, so it is on-policy and needs no clipping. Every sampled token counts the same (Yu et al. 2025,
+arXiv:2503.14476).
 """
 from typing import Literal
 
@@ -15,21 +15,21 @@ from configurator import configure
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
-overwrite = False           # remove the checkpoints that stand in the way of this run
-seed = 0                    # [0..] of the order of problems, and of the samples
+overwrite = False           # remove old checkpoints: all, or when resuming, those of later steps
+seed = 0                    # [0..] decides the order of problems and the samples
 # ---- Device
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
-source: Literal["base", "mid", "sft"] = "sft"  # stage of the model to begin with
+source: Literal["base", "mid", "sft"] = "sft"  # stage of the model to start from
 model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
-source_step: int | None = None  # step of the checkpoint to begin with; None: the newest valid one
+source_step: int | None = None  # step of its checkpoint to start from; None: the newest valid one
 # ---- Problems
-task = "arithmetic:hard"    # to practise: a task whose answers can be checked, such as gsm8k
+task = "arithmetic:hard"    # a task whose answers can be checked, such as gsm8k
 num_epochs = 1              # [1..] how often each problem is practised
-num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs have
+num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs take
 examples_per_step = 16      # [1..] problems per optimizer step, over all ranks
 num_samples = 16            # [2..] samples of each problem; they are compared with each other
 max_new_tokens = 512        # [1..] tokens of a sample
@@ -42,16 +42,16 @@ zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-init_lr_frac = 0.05         # [0..1] part of these rates to begin with
+init_lr_frac = 0.05         # [0..1] factor of these rates at the start
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmdown_ratio = 1.0        # [0..1] share of the run, at its end, in which the learning rate falls
+warmdown_ratio = 1.0        # [0..1] share of the run, at its end, over which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 60             # [-1..] steps between evaluations, also before the first step and after the last; -1: never
-eval_examples = 400         # [1..] held-out problems of an evaluation
-eval_samples = 8            # [1..] samples of each: pass@1 is their mean, pass@k whether one of them is right
+eval_examples = 400         # [1..] held-out problems per evaluation
+eval_samples = 8            # [1..] samples of each: pass@1 is their mean; pass@k: is one of them right?
 # ---- Checkpoints
-save_every = 60             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
-keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
+save_every = 60             # [-1..] steps between checkpoints, besides one each half hour and at the end; -1: no others
+keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only the newest two half-hourly ones
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
 
@@ -83,7 +83,7 @@ held_out = make_task(without_parts(task), "test")
 if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
-# ---- The model of the stage before, or an interrupted run of this script
+# ---- The model of the previous stage, or an interrupted run of this script
 start = find_start("rl", source, config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
@@ -97,18 +97,18 @@ require_same_data(start, data_state)
 print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, on {world_size} rank(s)")
 shape = BatchShape(device_batch_size, model.config.sequence_len, rank, world_size, device)
 
-# At temperature 1, from all tokens: samples of another policy than the trained one would need importance weights
+# At temperature 1, from all tokens: samples of any other policy would need importance weights
 sampling = SamplingParams(max_new_tokens, temperature=1.0, top_k=0, seed=seed)
 
 
 def rollouts_of(step: int) -> list[Rollout]:
     """This rank's answers to its problems of a step."""
-    whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
+    whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
     return sample_rollouts(problems, steps[step][rank::world_size], whole_model, tokenizer, num_samples,
                            seed_with(sampling, step), sampling_batch_size)
 
 
-right_before = start.meta.get("before") if start.resumed else None  # held-out samples right at the run's beginning
+right_before = start.meta.get("before") if start.resumed else None  # held-out samples that were right at the start
 session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
                   data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
@@ -116,15 +116,15 @@ metrics = session.metrics
 while True:
     step = session.step
 
-    # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
+    # --- checkpoint of the parameters before this step; first, because an evaluation may fail
     session.save_if_due(before=right_before)
-    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
+    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
     # --- evaluation of the same parameters
     if is_due(step, num_iterations, eval_every):
         with session.evaluation():
-            whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
+            whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
             right = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
                                   eval_samples).correct
             samples = sample_answers(held_out, whole_model, tokenizer)
@@ -135,13 +135,13 @@ while True:
             metrics.log(step, {f"eval/{name}": value for name, value in passed.items()} | {"sample": samples})
             print0(f"step {step:05d}/{num_iterations:05d} | held-out {held_out.name}: "
                    + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
-    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+    if metrics.stop_requested:  # during the evaluation; all ranks have left it
         continue
     if step >= num_iterations:
         break
 
-    # --- samples: each rank answers its problems of this step, and gets the answers of all. Where a problem's answers
-    # are rewarded alike there is no advantage, so no gradient: only the others are trained on
+    # --- samples: each rank answers its problems of this step, then gets all ranks' answers. If all answers to a
+    # problem get the same reward, their advantages and gradients are zero, so they are not trained on
     with metrics.stoppable():
         rollouts = []
         for rank_rollouts in gather_objects(rollouts_of(step)):
@@ -149,14 +149,14 @@ while True:
     if metrics.stop_requested:
         continue
     trained_on = [rollout for rollout in rollouts if rollout.advantage != 0]
-    # Deal them out again, longest first: little padding, and no rank waits for another.
+    # Distribute them again, longest first: little padding, and no rank waits for another.
     trained_on.sort(key=lambda rollout: len(rollout.ids), reverse=True)
     micro_steps = shape.micro_steps(trained_on)
 
-    # --- one optimizer step, as in base_train: -sum of advantage * log p over the sampled tokens of all ranks, which
-    # reduce_and_clip divides by their number
+    # --- one optimizer step, as in base_train. The loss is -sum of advantage * log p over all ranks' sampled tokens;
+    # reduce_and_clip divides it by their number
     step_loss = torch.zeros((), device=device)
-    off = torch.zeros(2, device=device)  # sum of |log p of the trainer - log p of the sampler|, and tokens
+    off = torch.zeros(2, device=device)  # sum of |trainer's log p - sampler's log p|, and number of tokens
     for number, of_all_ranks in enumerate(micro_steps, 1):
         own = shape.of_this_rank(of_all_ranks)
         rows = [(rollout.ids, rollout.weights()) for rollout in own]
@@ -165,7 +165,7 @@ while True:
         inputs, targets, weights = padded_batch(rows, device_batch_size, length, device)
         sampler = [(rollout.ids, rollout.logprobs) for rollout in own]
         _, _, logprobs = padded_batch(sampler, device_batch_size, length, device)
-        weights.requires_grad_()  # their gradients are the tokens' losses, -log p
+        weights.requires_grad_()  # their gradients are the tokens' -log p
         with sharding.accumulate(last=number == len(micro_steps)):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
@@ -173,18 +173,18 @@ while True:
         trained = weights.detach() != 0
         off += torch.stack([((weights.grad + logprobs).abs() * trained).sum(), trained.sum()])
 
-    # Every rank knows all rollouts and gives its share of the count, so that the sum over the ranks is their tokens.
+    # Every rank knows all rollouts. Each gives 1/N of the count, so the sum over ranks is their number of tokens.
     sampled_tokens = sum(sum(rollout.sampled) for rollout in rollouts) / world_size
     stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, *session.requests())
     rewards = rollout_stats(rollouts)
-    # Neither optimizer depends on a gradient's scale. With fewer answers the gradient is noisier: a smaller rate.
+    # Neither optimizer depends on the gradient's scale. Fewer answers make it noisier, so the rate is smaller.
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
     tokens = sum(len(rollout.ids) for rollout in trained_on)
     with session.update(stats, lrm, tokens):  # an error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)
-        sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
+        sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
     all_reduce_sum(off)
     rewards["rl/sampler_off"] = float(off[0] / off[1].clamp(min=1))
     metrics.log(step, rewards)
@@ -195,7 +195,7 @@ while True:
 # ---- End
 session.end()
 results = metrics.results()
-del results["best validation bits per byte"]  # there is none: rewards take its place
+del results["best validation bits per byte"]  # rewards take its place
 note = ""
 if eval_every > 0 and right_before:
     note = f"Held-out {held_out.name}: {describe_change(right_before, right)}.\n\n"

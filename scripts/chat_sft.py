@@ -1,13 +1,13 @@
 """
-Supervised fine-tuning: conversations one by one, as they will be met in a chat.
+Supervised fine-tuning: each conversation stands alone, as in a chat.
 
     python -m scripts.chat_sft
-    python -m scripts.chat_sft --tasks=json:/path/to/mine.jsonl --keep=1    # your own, and as many of those before
+    python -m scripts.chat_sft --tasks=json:/path/to/mine.jsonl --keep=1    # yours, and as many earlier ones
     torchrun --nproc_per_node=8 -m scripts.chat_sft --tasks="arc:ARC-Easy, gsm8k, smoltalk[:10000], spellingbee[:300]"
 
-A row is one conversation, padded, or several where the model keeps documents apart; only what the assistant writes is
-learned. The loss of a step is its sum over all target tokens divided by their number, however the conversations fall
-into micro-batches and onto ranks.
+A row is one padded conversation, or several if the model keeps documents apart. Only what the assistant writes is
+learned. The loss of a step is its sum over all target tokens divided by their number, no matter how micro-batches and
+ranks share the conversations.
 """
 from typing import Literal
 
@@ -15,23 +15,23 @@ from configurator import configure
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
-overwrite = False           # remove the checkpoints that stand in the way of this run
-seed = 0                    # [0..] of the data order
+overwrite = False           # remove old checkpoints: all, or when resuming, those of later steps
+seed = 0                    # [0..] decides the data order
 # ---- Device
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
-source: Literal["base", "mid"] = "mid"  # stage of the model to begin with
+source: Literal["base", "mid"] = "mid"  # stage of the model to start from
 model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
-source_step: int | None = None  # step of the checkpoint to begin with; None: the newest valid one
+source_step: int | None = None  # step of its checkpoint to start from; None: the newest valid one
 # ---- Data
-tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over, [:n]: its first n
-keep = 0.0                  # [0..] conversations of the stage before for each of these, so that it is not forgotten
-max_seq_len = -1            # [-1, 1..] longest conversation, in tokens: longer ones are split; -1: the model's
-num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: a few hundred often, thousands once
-num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs have
+tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over; [:n]: the first n
+keep = 0.0                  # [0..] conversations of the previous stage for each of these, to prevent forgetting
+max_seq_len = -1            # [-1, 1..] longest conversation in tokens; longer ones are split; -1: as in the model
+num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: hundreds many times, thousands once
+num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs take
 # ---- Batch
 device_batch_size = 4       # [1..] conversations per rank and micro-step; halve it when memory runs out
 target_examples_per_step = 32  # [1..] conversations, or parts of long ones, per optimizer step, over all ranks
@@ -41,17 +41,17 @@ zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-init_lr_frac = -1.0         # [-1, 0..1] part of these rates to begin with; -1: the more conversations, the less
+init_lr_frac = -1.0         # [-1, 0..1] factor of these rates at the start; -1: smaller for more conversations
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmdown_ratio = 1.0        # [0..1] share of the run, at its end, in which the learning rate falls
+warmdown_ratio = 1.0        # [0..1] share of the run, at its end, over which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 100            # [-1..] steps between validations, also before the first step and after the last; -1: never
-eval_steps = 100            # [1..] steps' worth of conversations in a validation, at most one pass over those held out
+eval_steps = 100            # [1..] steps' worth of conversations per validation, up to one pass over those held out
 eval_metrics_every = 200    # [-1..] steps between evaluations of the tasks, also after the last step; -1: never
 eval_metrics_max_problems = 256  # [-1, 1..] held-out problems of each task; -1: all
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
-keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
+save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and at the end; -1: no others
+keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only the newest two half-hourly ones
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
 
@@ -89,7 +89,7 @@ train_tasks = make_mixture(tasks, "train", seed)
 val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 measured = without_parts(tasks)
 
-# ---- The model of the stage before, or an interrupted run of this script
+# ---- The model of the previous stage, or an interrupted run of this script
 start = find_start("sft", source, config)
 tokenizer = Tokenizer.load(start.begin)
 max_seq_len = row_length(max_seq_len, start.meta)
@@ -100,7 +100,7 @@ print0(f"each {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning 
        "(--num_epochs and --init_lr_frac, if not set, are chosen from the number of conversations and their parts)")
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
-# ---- What was learned before: some of it again, or it is forgotten
+# ---- Earlier tasks: repeat some, or they are forgotten
 earlier = from_rank0(tasks_of, source, start.checkpoints.name)
 if keep:
     if not earlier:
@@ -109,7 +109,7 @@ if keep:
     kept = make_mixture(earlier, "train", seed)[: round(keep * num_epochs * len(train_tasks))]
     print0(f"with {len(kept):,} conversations of {earlier}")
     train_tasks = Mixture([train_tasks] * num_epochs + [kept], seed)
-    num_epochs = 1  # the mixture has each conversation as often as it is seen
+    num_epochs = 1  # the mixture repeats each conversation already
     conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1, "training on both")
     measured = without_parts(f"{tasks}, {earlier}")
 elif earlier and not task_names(earlier) & task_names(tasks):
@@ -120,7 +120,7 @@ measured_tasks = make_tasks(measured, "test")
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
 numbers = [number for epoch in range(num_epochs) for number in shuffled(len(conversations), seed, epoch)]
 shape = batch_shape(target_examples_per_step, device_batch_size, max_seq_len, device)
-steps = []  # the rows of each step: a row is one conversation, or several where the model keeps them apart
+steps = []  # the rows of each step; a row is one conversation, or several if the model keeps them apart
 for examples in chunks(numbers, target_examples_per_step):
     if model.config.document_token >= 0:
         steps.append(balance(conversations.lengths, examples, shape.rows_per_micro_step, max_seq_len + 1))
@@ -141,9 +141,9 @@ inputs, targets, documents = next(loader)
 while True:
     step = session.step
 
-    # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
+    # --- checkpoint of the parameters before this step; first, because an evaluation may fail
     session.save_if_due()
-    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
+    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
     # --- evaluation of the same parameters
@@ -153,13 +153,13 @@ while True:
         with session.evaluation():
             if validate:
                 validation = conversation_loader(held_out, held_out_steps, shape, pad=True)
-                with eagerly():  # a GPU would compile all lengths again, for passes without gradients
+                with eagerly():  # a GPU would compile every length again, without gradients
                     bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
                 metrics.log_validation(step, bpb)
-                if zero_stage < 3:  # on stage 3 that would take the memory of a whole model
+                if zero_stage < 3:  # stage 3 would need the memory of a whole model
                     metrics.log(step, {"sample": sample_answers(val_tasks, sharding.gather_model(), tokenizer)})
             if measure_tasks:
-                whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
+                whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
                 scores = {}
                 for task in measured_tasks:
                     judged = evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
@@ -168,25 +168,25 @@ while True:
                 metrics.log(step, {f"tasks/{name}": score for name, score in scores.items()})
                 print0(f"step {step:05d}/{num_iterations:05d} | "
                        + ", ".join(f"{name} {score:.1%}" for name, score in scores.items()))
-    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+    if metrics.stop_requested:  # during the evaluation; all ranks have left it
         continue
     if step >= num_iterations:
         break
 
-    # --- one optimizer step, as in base_train, but micro-batches differ in how many targets they have: losses and
-    # gradients are sums, and reduce_and_clip divides them by the number of targets of all ranks and micro-steps.
+    # --- one optimizer step, as in base_train, but micro-batches have different numbers of targets: losses and
+    # gradients are sums, and reduce_and_clip divides them by all targets of the step.
     step_loss = torch.zeros((), device=device)
     step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
     step_tokens = 0
     grad_accum_steps = len(shape.micro_steps(steps[step]))
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
-            # without a single target: zero, and so is its gradient
+            # with no target at all, the loss and its gradient are zero
             loss = model(inputs, targets, reduction="sum", documents=documents)
             loss.backward()
         step_loss += loss.detach()
         step_targets += (targets >= 0).sum()
-        step_tokens += targets.numel() * world_size  # with padding: every rank's rows are padded to one length
+        step_tokens += targets.numel() * world_size  # padding counts: all ranks pad their rows to one length
         inputs, targets, documents = next(loader)
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
@@ -195,7 +195,7 @@ while True:
     with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)
-        sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
+        sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
 
 # ---- End
 session.end()

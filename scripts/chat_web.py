@@ -22,9 +22,9 @@ from configurator import configure
 # ---- Models
 source = "auto"             # stages, such as "sft, rl", each served as TAG-STAGE; auto: the last one trained
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
-step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
+step: int | None = None     # the checkpoint's step; None: the newest valid one
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # weights and KV cache; auto: bfloat16 where it is fast
 workers = 0                 # [0..] processes for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 watch = False               # show the runs of the base folder; serve the last stage that has ended, as soon as it chats
 # ---- Who may ask
@@ -33,11 +33,11 @@ port = 8000                 # [0..65535] 0: any that is free
 allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only they and localhost are then answered
 # ---- Answers
 max_batch = 16              # [1..] answers that each engine writes at once for one address; it has one more for others
-max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
+max_new_tokens = 1024       # [1..] tokens of an answer; clients that ask for more get this many
 temperature = 0.6           # [0..] where a request does not say; 0: always the most probable token
 top_k = 50                  # [0..] likewise: only the k most probable tokens; 0: all
-library: str | None = None  # name or file of a library for models to look into; None: that of Python, if it is there
-copying = True              # calls and quotations are copied to the letter (nanochat/inference/copying.py)
+library: str | None = None  # name or file of a library to look things up in; None: Python's, if there is one
+copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
 import os

@@ -15,12 +15,12 @@ from configurator import configure
 
 # ---- Model
 depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones
-arch = "modern"             # pieces of the model, as base_train takes them
+arch = "modern"             # architecture, as in base_train
 max_seq_len = 2048          # [1..] tokens per row
 vocab_size = -1             # [-1, 1..] -1: 32,768 for a GPU, as in speedrun.sh; 8,192 for a CPU
 # ---- Training
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters and activations; auto: bfloat16 where it is fast
 activation_checkpointing = False  # of the answer to --batch_only; the table has both
 ranks = -1                  # [-1, 1..] -1: one for each GPU here; they share states as on ZeRO's stage 2
 max_rows = 64               # [1..] largest device_batch_size to recommend

@@ -14,7 +14,7 @@ from configurator import configure
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
-step: int | None = None     # [0..] of the checkpoint; None: the newest valid one
+step: int | None = None     # [0..] the checkpoint's step; None: the newest valid one
 # ---- The folder
 output = ""                 # where it goes
 configure(globals())

@@ -1,10 +1,10 @@
 """
-Mid-training: teach the base model what a conversation is, on a mixture of tasks, once through.
+Mid-training: teach the base model what a conversation is, in one pass over a mixture of tasks.
 
     python -m scripts.mid_train
     torchrun --nproc_per_node=8 -m scripts.mid_train --tasks="smoltalk, mmlu, gsm8k*2, spellingbee, arithmetic"
 
-Rows are packed with whole conversations, one longer than a row in parts; only what the assistant writes is learned.
+Rows are packed with whole conversations; longer ones are split. Only what the assistant writes is learned.
 """
 from typing import Literal
 
@@ -12,20 +12,20 @@ from configurator import configure
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
-overwrite = False           # remove the checkpoints that stand in the way of this run
-seed = 0                    # [0..] of the data order
+overwrite = False           # remove old checkpoints: all, or when resuming, those of later steps
+seed = 0                    # [0..] decides the data order
 # ---- Device
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
-model_tag: str | None = None  # of the base model, and of what is made here; None: the only one there is
-source_step: int | None = None  # step of the checkpoint to begin with; None: the newest valid one
+model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
+source_step: int | None = None  # step of its checkpoint to start from; None: the newest valid one
 # ---- Data
-tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over, [:n]: its first n
-max_seq_len = -1            # [-1, 1..] tokens per row; -1: those of the model
-num_iterations = -1         # [-1, 1..] optimizer steps; -1: the mixture once through
+tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over; [:n]: the first n
+max_seq_len = -1            # [-1, 1..] tokens per row; -1: as in the model
+num_iterations = -1         # [-1, 1..] optimizer steps; -1: one pass over the mixture
 # ---- Batch
 device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
 total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: as in pretraining, at most 2^19
@@ -35,15 +35,15 @@ zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-init_lr_frac = 1.0          # [0..1] part of these rates to begin with
+init_lr_frac = 1.0          # [0..1] factor of these rates at the start
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmdown_ratio = 0.2        # [0..1] share of the run, at its end, in which the learning rate falls
+warmdown_ratio = 0.2        # [0..1] share of the run, at its end, over which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 150            # [-1..] steps between validations, also before the first step and after the last; -1: never
-eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the held-out conversations
+eval_tokens = 10485760      # [1..] tokens per validation, up to one pass over the held-out conversations
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
-keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
+save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and at the end; -1: no others
+keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only the newest two half-hourly ones
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
 
@@ -78,7 +78,7 @@ val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # the same for e
 start = find_start("mid", "base", config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 max_seq_len = row_length(max_seq_len, start.meta)
-warmup_steps = 40 if model.config.stream_scales else 0  # AdamW begins anew: its first step would move a scale by 0.4
+warmup_steps = 40 if model.config.stream_scales else 0  # AdamW restarts: its first step would move a scale by 0.4
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends
 if total_batch_size == -1:
@@ -94,7 +94,7 @@ rows = pack(conversations.lengths.tolist(), shuffled(len(conversations), seed, e
 print0(f"{len(rows):,} rows, {len(conversations.ids) / (len(rows) * (max_seq_len + 1)):.1%} filled")
 steps = chunks(rows, rows_per_step)
 num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, shape)
-# A conversation has more than seven tokens, so these are enough of them.
+# A conversation has more than seven tokens, so these are enough.
 some_tasks = val_tasks[: max(eval_tokens // 7, 1)]
 held_out = RenderedConversations(some_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
 held_out_rows = pack(held_out.lengths.tolist(), shuffled(len(held_out), seed=0, epoch=0), max_seq_len + 1)
@@ -109,9 +109,9 @@ inputs, targets, documents = next(loader)
 while True:
     step = session.step
 
-    # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
+    # --- checkpoint of the parameters before this step; first, because an evaluation may fail
     session.save_if_due()
-    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
+    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
     # --- evaluation of the same parameters
@@ -120,21 +120,21 @@ while True:
             validation = conversation_loader(held_out, held_out_steps, shape, pad=False)
             bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
             metrics.log_validation(step, bpb)
-            if zero_stage < 3:  # on stage 3 that would take the memory of a whole model
+            if zero_stage < 3:  # stage 3 would need the memory of a whole model
                 metrics.log(step, {"sample": sample_answers(val_tasks, sharding.gather_model(), tokenizer)})
-    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+    if metrics.stop_requested:  # during the evaluation; all ranks have left it
         continue
     if step >= num_iterations:
         break
 
-    # --- one optimizer step, as in base_train, but micro-batches differ in how many targets they have: losses and
-    # gradients are sums, and reduce_and_clip divides them by the number of targets of all ranks and micro-steps.
+    # --- one optimizer step, as in base_train, but micro-batches have different numbers of targets: losses and
+    # gradients are sums, and reduce_and_clip divides them by all targets of the step.
     step_loss = torch.zeros((), device=device)
     step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
     grad_accum_steps = len(shape.micro_steps(steps[step]))
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
-            # without a single target: zero, and so is its gradient
+            # with no target at all, the loss and its gradient are zero
             loss = model(inputs, targets, reduction="sum", documents=documents)
             loss.backward()
         step_loss += loss.detach()
@@ -147,7 +147,7 @@ while True:
     with session.update(stats, lrm):  # an error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)
-        sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
+        sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
 
 # ---- End
 session.end()

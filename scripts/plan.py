@@ -13,8 +13,8 @@ depth = 20                  # [1..] layers
 vocab_size = 32768          # [1..] tokens
 max_seq_len = 2048          # [1..] tokens per row
 device_batch_size = 8       # [1..] rows per rank and micro-step
-total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, as base_train does
-target_param_data_ratio = 8.0  # [>0] tokens to train on, per parameter of matrices and head
+total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen as in base_train
+target_param_data_ratio = 8.0  # [>0] training tokens per parameter of matrices and head
 # ---- Machine
 gpus = 8                    # [1..] ranks
 gpus_per_node = 8           # [1..] of them on each host

@@ -11,7 +11,7 @@ from configurator import configure
 
 # ---- Data
 data = "tinyworld"          # data source to learn from
-tasks = ""                  # conversations that are read besides, as in mid_train: words that the data does not have
+tasks = ""                  # conversations to learn from, too, as in mid_train: they have words that the data lacks
 # ---- Vocabulary
 vocab_size = 65536          # [265..] ids, with bytes and special tokens (265); smaller if the data has fewer merges
 config = configure(globals())
