@@ -9,13 +9,13 @@ help; a comment line such as `# ---- Batch` opens a section. A comment may begin
 [1..] one or more, [0..1] within, [>0] above zero, [-1, 1..] minus one, or one or more. Annotations name other types
 and choices: `int | None`, `Literal["a", "b"]`.
 
-    --key=value   override, or --key value; None goes where the annotation has it
+    --key=value   override, or --key value; None works if the annotation has it
     --flag        short for --flag=True
-    -p value      short for --p=value, where a setting's name is one letter
+    -p value      short for --p=value, if a setting's name is one letter
     --help        the docstring and every setting
 
 Source and values are parsed, never executed. Scripts import torch and everything else below the
-call: a mistyped setting, and --help, are answered before.
+call, so a mistyped setting or --help is answered first.
 """
 import argparse
 import ast
@@ -102,9 +102,9 @@ def read_settings(path: str) -> tuple[dict[str, Setting], str]:
         try:
             default = ast.literal_eval(value)
         except ValueError:
-            # An expression is no setting, because it may depend on other lines.
+            # An expression is not a setting: it may depend on other lines.
             continue
-        # A list is none either, because a command line has no good way to write one.
+        # Nor is a list: a command line has no good way to write one.
         if default is None or type(default) in TYPES.values():
             accepts = tuple(read_annotation(annotation)) or (type(default),)
             # Columns of the syntax tree count bytes.
@@ -128,8 +128,8 @@ def read_annotation(annotation: ast.expr | None) -> Iterator[Any]:
 # ---- The values: parsed, never executed
 
 def parse(text: str, setting: Setting) -> Any:
-    """The value that a text means for a setting; UserError when it means none."""
-    # None comes before str, which would take its text.
+    """The value that a text means for a setting; UserError if it is not valid."""
+    # None comes before str, which would accept its text.
     for kind in sorted(setting.accepts, key=lambda kind: isinstance(kind, type)):
         if kind is str or text == str(kind):
             return text if kind is str else kind
@@ -148,7 +148,7 @@ def parse(text: str, setting: Setting) -> Any:
 
 
 def in_ranges(number: float, ranges: str) -> bool:
-    """Whether a number is in one of the ranges, such as "0..1", ">0" or "-1, 1.."; "" has all numbers."""
+    """Whether a number is in one of the ranges, such as "0..1", ">0" or "-1, 1.."; "" allows all."""
     for part in ranges.split(", "):
         low, dots, high = part.removeprefix(">").partition("..")
         if not low or number == float(low) and part[0] != ">":
@@ -161,7 +161,7 @@ def in_ranges(number: float, ranges: str) -> bool:
 # ---- The command line: which values they get
 
 def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, Any]:
-    """The overrides of a command line, by setting. Raises UserError where it does not fit."""
+    """The overrides of a command line, by setting. Raises UserError if it does not fit."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      exit_on_error=False)
     for name, setting in settings.items():
@@ -173,7 +173,7 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
         # torchrun puts "--" between its own arguments and the script's.
         overrides, unknown = parser.parse_known_args([word for word in argv if word != "--"])
     except argparse.ArgumentError as error:
-        # A value is missing: `parse` raises UserError for all others.
+        # A value is missing: `parse` raises UserError for other errors.
         raise UserError(str(error)) from None
     if unknown:
         word = unknown[0]

@@ -1,7 +1,7 @@
 """
-Evaluate a base model: bits per byte of rows as in training, CORE and samples. On the embedded world also what nothing
-else can tell: how far the model is above the corpus's entropy on whole documents, and whether it answers questions in
-words it has never read.
+Evaluate a base model: bits per byte of rows as in training, CORE and samples. Only the embedded world can also tell how
+far the model is above the corpus's entropy on whole documents, and whether it answers questions in words that it has
+never read.
 
     python -m scripts.base_eval                      # the only model there is
     python -m scripts.base_eval --model_tag=d20
@@ -58,7 +58,7 @@ for data_set in data_shares(data):
         print0(f"{title}{of}: {bpb:.4f} bits per byte")
 data = main_data(data)
 
-# --- CORE: tasks that any model of English can try, above guessing
+# --- CORE: tasks that any English model can try; guessing scores 0
 if core_metric_max_per_task and (reason := why_no_bundle()):
     print0(f"CORE is left out: {reason}")
 elif core_metric_max_per_task:
@@ -70,7 +70,7 @@ elif core_metric_max_per_task:
         print0(f"  {label}: {score:.4f}")
     print0(core)
 
-# --- samples: how the data's documents go on, greedily
+# --- samples: greedy continuations of prompts from the data
 rows = []
 for prompt in sample_prompts(data):
     text = sample(model, tokenizer, prompt, max_tokens=32)
@@ -79,8 +79,8 @@ for prompt in sample_prompts(data):
 samples = markdown_table(["prompt", "greedy completion"], rows, words=(0, 1))
 
 # --- the embedded world: excess over the entropy of the validation documents, and held-out questions. Documents are
-# read whole, in windows after <|bos|>: no byte is left out where a loader would cut.
-floor = entropy_floor(data)  # None for data that are not the embedded world's
+# read whole, in windows after <|bos|>: a loader would cut some bytes off.
+floor = entropy_floor(data)  # None for all data but the embedded world's
 if floor is not None:
     documents = tokenizer.encode([document.text for document in validation_documents(data)], prepend="<|bos|>")
     bpb = evaluate_documents(model, documents, token_bytes, device_batch_size * max_seq_len)

@@ -232,7 +232,7 @@ while True:
     #   forward   before a unit runs, r waits for its weights; their all-gather began after the last update
     #   backward  in every micro-step (stage 1: the last), a unit whose gradients are complete is reduce-scattered in
     #             float32: r receives the sum of its 1/N over the ranks, adds it to its own sum, and frees the unit's
-    #             gradients. Two units travel at once, at most. After the last micro-step replicas all-reduce their sums
+    #             gradients. At most two units travel at once. After the last micro-step replicas all-reduce their sums
     #   reduce    one all-reduce of six numbers over all ranks: loss, count (`filled`, or 0 without a loss), squared
     #             norm, three flags: not finite, stop, save. r divides loss and gradients by the summed count and clips
     #   update    AdamW: r updates its 1/N. Muon: an all-to-all brings each matrix's momentum to one rank, which

@@ -2,9 +2,9 @@
 Talk with a model in the terminal.
 
     python -m scripts.chat_cli                        # /help lists what can be typed besides messages
-    python -m scripts.chat_cli -p "What is 12 * 3?"   # one answer, and out
+    python -m scripts.chat_cli -p "What is 12 * 3?"   # one answer, then exit
 
-Calls of tools are shown in brackets: [12*3 = 36], with the place of a passage: [… (notes/wine.md:14)]. A base model
+Tool calls are shown in brackets: [12*3 = 36]. A passage comes with its place: [… (notes/wine.md:14)]. A base model
 continues the text.
 """
 from typing import Literal
@@ -18,11 +18,11 @@ step: int | None = None     # the checkpoint's step; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # weights and KV cache; auto: bfloat16 where it is fast
 # ---- Answers
-p: str | None = None        # a prompt: print the answer to it and end
+p: str | None = None        # a prompt: print the answer to it and exit
 temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 256        # [1..] tokens of an answer
-seed: int | None = None     # None: another answer every time
+seed: int | None = None     # None: a different answer every time
 library: str | None = None  # name or file of a library to look things up in; None: Python's, if there is one
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
@@ -42,7 +42,7 @@ from nanochat.runtime.errors import UserError
 from nanochat.tasks import never_looks_up
 from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
 
-# For the earlier turns of the conversation, so that they are read once.
+# For the earlier turns of the conversation: they are read only once.
 PROMPT_CACHE_BYTES = 2**29
 HELP = """\
 /clear    begin a new conversation
@@ -57,13 +57,13 @@ stage = latest_stage(model_tag) if source == "auto" else source
 checkpoint = find_model(stage, model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
 if warning := never_looks_up(tasks_of(stage, checkpoint.parent.name), library):
-    # With -p standard output has the answer alone.
+    # With -p, standard output has only the answer.
     print(warning, file=sys.stderr)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES,
                 tools=open_library(library, copying))
-# Tokens of the context that stay free for an answer.
+# Tokens of the context that are reserved for an answer.
 room = min(max_new_tokens, engine.context // 4)
 
 
@@ -94,7 +94,7 @@ def answer(messages: list[dict]) -> None:
 
 
 def place_of(deltas: list[Delta]) -> str:
-    """The file and line of the passage that the last part is, in brackets; "" if it is none."""
+    """If the last part is a passage: its file and line, in parentheses; else ""."""
     passage = engine.tools.source(parts_of(deltas))
     return f" ({passage.place})" if passage else ""
 
@@ -108,7 +108,7 @@ if p is not None:
     answer([{"role": "user", "content": p}])
     raise SystemExit
 
-# With it the arrow keys work in input().
+# Makes the arrow keys work in input().
 import readline  # noqa: E402, F401
 
 print0(f"{about}; /help lists the commands")

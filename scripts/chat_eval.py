@@ -16,7 +16,7 @@ step: int | None = None     # the checkpoint's step; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
 # ---- Evaluation
 tasks = "tinyworld, arithmetic, spellingbee"  # tasks whose held-out problems are solved; [:n]: the first n
-max_problems = -1           # [-1, 1..] of each task; -1: all
+max_problems = -1           # [-1, 1..] problems of each task; -1: all
 batch_size = 32             # [1..] problems, or sequences, at a time on each rank; halve it when memory runs out
 max_new_tokens = 512        # [1..] tokens of an answer
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
@@ -49,7 +49,7 @@ for task in measured:
     judged = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, copying=copying)
     correct, right = judged.correct, accuracy(judged.correct)
     misquotes += judged.misquoted
-    # With copying none.
+    # With copying there are none.
     misquoted = f"{sum(judged.misquoted):,} of {len(judged.misquoted):,}" if judged.misquoted else ""
     results[task.name] = f"{right:.1%}"
     scores.append((right - task.baseline) / (1 - task.baseline))  # centred: 0 for guessing, 1 for perfect

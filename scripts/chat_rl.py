@@ -195,7 +195,7 @@ while True:
 # ---- End
 session.end()
 results = metrics.results()
-del results["best validation bits per byte"]  # rewards take its place
+del results["best validation bits per byte"]  # not measured: rewards take its place
 note = ""
 if eval_every > 0 and right_before:
     note = f"Held-out {held_out.name}: {describe_change(right_before, right)}.\n\n"

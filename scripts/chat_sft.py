@@ -28,7 +28,7 @@ model_tag: str | None = None  # folder of its checkpoints, and of those made her
 source_step: int | None = None  # step of its checkpoint to start from; None: the newest valid one
 # ---- Data
 tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over; [:n]: the first n
-keep = 0.0                  # [0..] conversations of the previous stage for each of these, to prevent forgetting
+keep = 0.0                  # [0..] conversations of the previous stage to repeat for each new one, against forgetting
 max_seq_len = -1            # [-1, 1..] longest conversation in tokens; longer ones are split; -1: as in the model
 num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: hundreds many times, thousands once
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs take
@@ -153,7 +153,7 @@ while True:
         with session.evaluation():
             if validate:
                 validation = conversation_loader(held_out, held_out_steps, shape, pad=True)
-                with eagerly():  # a GPU would compile every length again, without gradients
+                with eagerly():  # no gradients: a GPU would compile every length again
                     bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
                 metrics.log_validation(step, bpb)
                 if zero_stage < 3:  # stage 3 would need the memory of a whole model

@@ -26,16 +26,16 @@ step: int | None = None     # the checkpoint's step; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # weights and KV cache; auto: bfloat16 where it is fast
 workers = 0                 # [0..] processes for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
-watch = False               # show the runs of the base folder; serve the last stage that has ended, as soon as it chats
+watch = False               # show the runs of the base folder; serve the last finished stage as soon as it can chat
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
-port = 8000                 # [0..65535] 0: any that is free
-allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only they and localhost are then answered
+port = 8000                 # [0..65535] 0: any free port
+allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only these and localhost are answered then
 # ---- Answers
-max_batch = 16              # [1..] answers that each engine writes at once for one address; it has one more for others
+max_batch = 16              # [1..] answers that each engine writes at once for one address; one more is for others
 max_new_tokens = 1024       # [1..] tokens of an answer; clients that ask for more get this many
-temperature = 0.6           # [0..] where a request does not say; 0: always the most probable token
-top_k = 50                  # [0..] likewise: only the k most probable tokens; 0: all
+temperature = 0.6           # [0..] if a request sets none; 0: always the most probable token
+top_k = 50                  # [0..] if a request sets none: only the k most probable tokens; 0: all
 library: str | None = None  # name or file of a library to look things up in; None: Python's, if there is one
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
@@ -63,14 +63,14 @@ from nanochat.tasks import example_questions, never_looks_up
 from nanochat.training.checkpoint import STAGES, checkpoint_dir, find_model, latest_stage, read_meta, tasks_of
 from nanochat.training.records import newest_step, unfinished
 
-# A setting would show in the list of processes.
+# Not a setting: the list of processes would show it.
 api_key = os.environ.get("NANOCHAT_API_KEY", "")
 names = re.compile(r"[^\s,]+").findall
 sources = names(source)
 if not sources or len(set(sources)) < len(sources):
     raise UserError(f"source={source!r} must name one stage or several different ones, such as 'sft, rl'")
 
-# The port comes first: whether it is free is known at once, and a model takes longer to load. Connections wait.
+# The port comes first: an error is known at once, and a model takes longer to load. Connections wait.
 try:
     listener = socket.create_server((host, port))
     # Connections inherit this option. asyncio sets it only for sockets that name their protocol. Without it each
@@ -83,7 +83,7 @@ except OSError as error:
 if not api_key and host not in LOOPBACK:
     print0(f"warning: anyone who can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 
-# Each engine is a process of its own, which loads the model. This process answers the web and touches no GPU.
+# Each engine is its own process and loads the model. This process answers the web and touches no GPU.
 chosen_device = choose_device_type(device_type)
 if not workers:
     workers = torch.cuda.device_count() if chosen_device == "cuda" else 1
@@ -95,7 +95,7 @@ def serve(stage: str, checkpoint: Path) -> ServedModel:
     specs = tasks_of(stage, tag)
     if warning := never_looks_up(specs, library):
         print0(warning)
-    # Here the library tells where a passage comes from.
+    # In this process the library tells where a passage comes from.
     tools = open_library(library)
     load = partial(load_engine, checkpoint, chosen_device, dtype, max_batch, library, copying, workers)
     return ServedModel(
@@ -114,7 +114,7 @@ tried: set[Path] = set()
 
 
 def newer() -> ServedModel | None:
-    """The model of the last stage that has ended; None if there is none, or it has been served already."""
+    """The model of the last finished stage; None if there is none, or if it has been served already."""
     ended = []
     for stage in STAGES[1:] if source == "auto" else sources:
         for folder in checkpoint_dir(stage, "").glob(model_tag or "*"):
@@ -123,7 +123,7 @@ def newer() -> ServedModel | None:
                 ended.append(((newest / "meta.json").stat().st_mtime, STAGES.index(stage), newest))
     if not ended:
         return None
-    # Of copies with one time, the furthest stage.
+    # Among equal times the furthest stage wins.
     _, number, newest = max(ended)
     if newest in tried:
         return None

@@ -1,19 +1,19 @@
 """
 How large a model speedrun.sh trains on this machine: hours, cost, disk, and the variables of its commands.
 
-    python -m scripts.choose_size                     # for what is here; on a CPU the minutes of runs/cpu.sh
+    python -m scripts.choose_size                     # for this machine; on a CPU the minutes of runs/cpu.sh
     python -m scripts.choose_size --plan=8,H100,80    # for GPUs that are not here
     python -m scripts.choose_size --file=FILE         # as speedrun.sh does: the variables are kept in FILE
 
-Depth and rows that FILE has stay as they are: a run that goes on, perhaps on another machine, keeps its model. On a CPU
-FILE gets the seconds of each step, for the page that shows the run.
+Depth and rows in FILE are kept: a run that continues, perhaps on another machine, keeps its model. On a CPU FILE gets
+the seconds of each step, for the page that shows the run.
 """
 from configurator import configure
 
-file = ""                   # for RANKS, DEPTH, …; empty: they are printed
-plan = ""                   # 8,H100,80: GPUs to choose for, instead of those that are here
+file = ""                   # where RANKS, DEPTH, … go; empty: they are printed
+plan = ""                   # 8,H100,80: GPUs to choose for, instead of this machine's
 price = 2.5                 # [0..] dollars per GPU and hour; a guess of November 2026 for an H100
-depth = 2                   # [1..] of a CPU's model; that of GPUs is chosen
+depth = 2                   # [1..] layers on a CPU; for GPUs they are chosen
 configure(globals())
 
 import importlib.util
@@ -37,7 +37,7 @@ gpus, name, memory = parse_gpus(plan) if plan else (torch.cuda.device_count(), "
 device = torch.device("cuda" if plan else choose_device_type(""))
 dtype = torch.bfloat16 if plan else compute_dtype("auto", device)
 
-# ---- A CPU: nothing is chosen, and the time follows from a step
+# ---- A CPU: nothing is chosen; timed steps give the time
 if not gpus:
     config = config_from_depth(depth, 4096, 512, arch="modern,head_dim=64")
     trial = try_steps(config, 8, dtype, device.type, has_compiler(device.type))
@@ -87,7 +87,7 @@ if file:
 else:
     print(variables, end="")
 
-# ---- How long, and for how much. All GPUs are paid for, also those that stand idle, and the stages after pretraining
+# ---- Time and cost. The cost includes idle GPUs and the stages after pretraining
 whole = cost(choice, ranks, gpu)
 run = whole.run
 parameters = sum(p.numel() for p in shaped(config_of(depth)).parameters())

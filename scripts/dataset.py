@@ -7,20 +7,20 @@ Make a data set: text in shuffled shards, the last of them for validation, and a
     python -m scripts.dataset --source=fineweb-edu --num_shards=8  # downloads; run again to go on or to add more
     python -m scripts.dataset --source=hf:roneneldan/TinyStories --num_shards=20
 
-It lies in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a mirror of the Hugging Face hub.
+It is stored in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a mirror of the Hugging Face hub.
 """
 from configurator import configure
 
 # ---- Data
 source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file
-name = ""              # of the data set; default: that of the source, the folder or the file
-field = "text"         # of .jsonl, .json, .csv, .parquet and hf: rows, where the text is
-encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
-delimiter = ""         # between the fields of .csv: one character, or tab; default: what the first line has
+name = ""              # name of the data set; default: the source's, folder's or file's
+field = "text"         # field with the text, in .jsonl, .json, .csv, .parquet and hf: rows
+encoding = "utf-8"     # for text files that are not UTF-8, such as gb18030
+delimiter = ""         # between the fields of .csv: one character, or tab; default: as in the first line
 # ---- Size
-num_shards = -1        # [-1, 1..] training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
-shard_mb = 8.0         # [0.001..1000] megabytes of text per training shard (downloads come as they are)
-seed = 42              # of the shuffle, and of tinyworld
+num_shards = -1        # [-1, 1..] training shards at most, besides validation; -1: all (on the hub, 100 MB each!)
+shard_mb = 8.0         # [0.001..1000] megabytes of text per training shard (downloads keep their own)
+seed = 42              # for the shuffle and for tinyworld
 config = configure(globals())
 
 from nanochat.corpus.make_dataset import COUNTED, make

@@ -7,25 +7,25 @@ What this machine can do: how much memory and disk is free, which models fit, an
     python -m scripts.doctor --depth=12 --batch_only --memory_gib=24      # of a GPU that is not here
 
 Results go to stdout; with --batch_only that is one number. Exit code 0 if something can be trained here, else 1 and one
-line why; --batch_only answers 0 rows with exit code 0.
+line that says why. --batch_only exits with 0 even for 0 rows.
 """
 from typing import Literal
 
 from configurator import configure
 
 # ---- Model
-depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones
+depth = -1                  # [-1, 1..] layers; -1: a table of the usual depths
 arch = "modern"             # architecture, as in base_train
 max_seq_len = 2048          # [1..] tokens per row
-vocab_size = -1             # [-1, 1..] -1: 32,768 for a GPU, as in speedrun.sh; 8,192 for a CPU
+vocab_size = -1             # [-1, 1..] tokens; -1: 32,768 for a GPU, as in speedrun.sh; 8,192 for a CPU
 # ---- Training
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # parameters and activations; auto: bfloat16 where it is fast
-activation_checkpointing = False  # of the answer to --batch_only; the table has both
+activation_checkpointing = False  # for --batch_only; the table shows both
 ranks = -1                  # [-1, 1..] -1: one for each GPU here; they share states as on ZeRO's stage 2
 max_rows = 64               # [1..] largest device_batch_size to recommend
-# ---- What to tell
-batch_only = False          # print the recommended device_batch_size and nothing else; 0 where none fits
+# ---- What to print
+batch_only = False          # print only the recommended device_batch_size; 0 if none fits
 memory_gib = -1.0           # [-1, >0] GiB of a GPU that is not here: 12, 24, 80, 141
 configure(globals())
 
@@ -64,7 +64,7 @@ compiles = has_compiler(device.type)
 
 
 def limits() -> dict[str, float]:
-    """Bytes that each rank may take, by the name of the limit."""
+    """Bytes that each rank may use, by the name of the limit."""
     if not here:
         return {"the GPU asked about": memory_gib * GIB}
     if device.type == "cuda":
@@ -79,12 +79,12 @@ def model_settings(depth: int) -> tuple[GPTConfig, torch.dtype, str, bool]:
 
 
 def rows_by_formula(depth: int, checkpointing: bool) -> int:
-    """The largest device_batch_size that the memory holds; 0 where not even one row fits."""
+    """The largest device_batch_size that fits into memory; 0 if not even one row fits."""
     return largest_rows(min(limits().values()), max_rows, *model_settings(depth), ranks, checkpointing=checkpointing)
 
 
 def recommended_rows(depth: int, checkpointing: bool) -> int:
-    if 0 < ranks <= gpus:  # by trying: the formula's margins are guesses for a GPU, and measured for a CPU
+    if 0 < ranks <= gpus:  # by trial: the formula's margins are guesses for a GPU, and measured for a CPU
         return rows_that_train(max_rows, *model_settings(depth), checkpointing=checkpointing, ranks=ranks)
     return rows_by_formula(depth, checkpointing)
 
@@ -96,9 +96,9 @@ if batch_only:
     if not rows:
         advice = "try a smaller depth, --activation_checkpointing or --max_seq_len"
         print(f"not one row of {max_seq_len} tokens fits; {advice}", file=sys.stderr)
-    raise SystemExit(0)  # 0 rows is an answer too, with which a script can go on
+    raise SystemExit(0)  # 0 rows is an answer, too: a script can go on with it
 
-# ---- What is here
+# ---- This machine
 if here:
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
           f"{torch.get_num_threads()} of {os.cpu_count()} cores; device {device.type}, dtype {model_dtype}")

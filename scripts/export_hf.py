@@ -3,9 +3,9 @@ Export a model of any stage as a folder that Hugging Face's transformers loads a
 
     python -m scripts.export_hf --source=sft --output=my-model
 
-Weights, configuration, tokenizer, chat template, and a model card; of a modern model its code as well, for
-trust_remote_code=True. scripts.import_hf is the way back. `hf upload NAME/MODEL my-model --private` brings the folder
-to the hub.
+It has weights, configuration, tokenizer, chat template and model card. A modern model also has its code there, for
+trust_remote_code=True. scripts.import_hf is the way back. `hf upload NAME/MODEL my-model --private` uploads the
+folder to the hub.
 """
 from typing import Literal
 
@@ -16,7 +16,7 @@ source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # [0..] the checkpoint's step; None: the newest valid one
 # ---- The folder
-output = ""                 # where it goes
+output = ""                 # its path
 configure(globals())
 
 from pathlib import Path
@@ -30,7 +30,7 @@ from nanochat.training.checkpoint import find_model, read_meta
 if not output:
     raise UserError("say where the folder is to be, such as --output=my-model")
 folder = Path(output).expanduser().resolve()
-# A killed export may have left something.
+# A killed export may have left some files.
 recover_folder(folder)
 # Never removed: it may be somebody's work.
 if folder.exists():

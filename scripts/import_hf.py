@@ -1,11 +1,11 @@
 """
 Import a model as a checkpoint: a folder of scripts.export_hf or of Hugging Face's NanoChatForCausalLM, or a published
-nanochat checkpoint of the classic layout (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl).
+nanochat checkpoint in the classic layout (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl).
 
     python -m scripts.import_hf --input=their-model --source=base --model_tag=theirs
     python -m scripts.mid_train --model_tag=theirs
 
-Nothing in those files is run. A model that would not be the same one here is refused.
+No code in those files is run. A model that would not be the same here is refused.
 """
 from typing import Literal
 
@@ -14,8 +14,8 @@ from configurator import configure
 # ---- From
 input = ""                  # the folder
 # ---- To
-source: Literal["base", "mid", "sft", "rl"] = "base"  # stage the model is at: the next one can begin with it
-model_tag: str | None = None  # folder of its checkpoints; None: named like the input
+source: Literal["base", "mid", "sft", "rl"] = "base"  # stage of the model; the next stage can start from it
+model_tag: str | None = None  # folder of its checkpoints; None: the input's name
 config = configure(globals())
 
 from pathlib import Path

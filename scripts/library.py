@@ -1,18 +1,18 @@
 """
 Make a library that the assistant looks things up in: one file, in NANOCHAT_BASE_DIR/library.
 
-    python -m scripts.library                     # what the documentation of Python's library says, offline
+    python -m scripts.library                     # the documentation of Python's standard library, offline
     python -m scripts.library --source=~/notes    # .txt .md .rst .jsonl .json .csv .tsv .parquet
 
-It is replaced as a whole by the same command.
+The same command replaces the whole file.
 """
 from configurator import configure
 
 source = "python"      # python, or a folder or file of your own
-name = ""              # of the library; default: that of the folder or file
-field = "text"         # of .jsonl, .json, .csv and .parquet: where the text is
-encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
-delimiter = ""         # between the fields of .csv: one character, or tab; default: what the first line has
+name = ""              # name of the library; default: the folder's or file's
+field = "text"         # field with the text, in .jsonl, .json, .csv and .parquet
+encoding = "utf-8"     # for text files that are not UTF-8, such as gb18030
+delimiter = ""         # between the fields of .csv: one character, or tab; default: as in the first line
 config = configure(globals())
 
 from nanochat.corpus.passages import make_library

@@ -1,12 +1,12 @@
 """
-One step of a recipe: run a command, but not again when it has ended well, and its inputs and results are unchanged.
+One step of a recipe: run a command, unless it has succeeded before and its inputs and results are unchanged.
 
     python -m scripts.once mid --needs base_checkpoints/d4 --makes mid_checkpoints/d4 -- \\
         python -m scripts.mid_train --model_tag=d4 --resume=auto
 
-Paths are relative to the base folder. The record of each name is once/<name>.json; it holds the command and SHA-256
-sums of inputs and results, so that a damaged or missing result is made again, and so is one of another input. Without
---makes the command is always run: it knows by itself what is left to do. --show prints the command instead.
+Paths are relative to the base folder. once/<name>.json records the command and the SHA-256 sums of inputs and results:
+a result that is damaged, missing or made from other inputs is made again. Without --makes the command always runs: it
+knows what is left to do. --show prints the command instead.
 """
 import argparse
 import contextlib
@@ -24,11 +24,11 @@ from nanochat.runtime.exits import install_one_line_errors
 from nanochat.runtime.files import base_dir, sha256, write_text
 from nanochat.training.records import STEPS_LOG, newest_step, unfinished
 
-LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines anew
+LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines again
 
 
 def digest(path: Path) -> str | None:
-    """SHA-256 of a file, or of a folder's files and names, without hidden ones and the log; None: nothing is there."""
+    """SHA-256 of a file, or of a folder's files and names without hidden files and the log; None: nothing is there."""
     if path.is_file():
         return sha256(path)
     content = hashlib.sha256()
@@ -44,14 +44,14 @@ def digests(paths: list[str]) -> dict[str, str | None]:
 
 def run(command: list[str]) -> int:
     """
-    Run a command to its end and return its exit code. The command acts on signals, because it may have to save: Ctrl-C
+    Run a command to its end and return its exit code. The command handles signals, because it may have to save: Ctrl-C
     reaches it anyway, SIGTERM is passed on. Nothing is locked here: a training run locks its own folder.
     """
     child = subprocess.Popen(command)
-    # A handler that does nothing, because the command would inherit SIG_IGN.
+    # A handler that does nothing: Ctrl-C is for the command.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    # In turns, because Python runs no handler while one system call waits for the command.
+    # In turns: a signal that comes just before a system call is handled only after it.
     while child.returncode is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=1)
@@ -59,7 +59,7 @@ def run(command: list[str]) -> int:
 
 
 def note(**record: Any) -> None:
-    """A line in the log of steps, which the page of scripts/chat_web.py --watch shows."""
+    """Add a line to the log of steps, which the page of scripts/chat_web.py --watch shows."""
     path = base_dir() / STEPS_LOG
     # A full disk costs the line, not the step.
     with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ def note(**record: Any) -> None:
 
 
 def once(name: str, needs: list[str], makes: list[str], show: bool, command: list[str]) -> None:
-    """Run the command unless its record says that this is done. UserError when a result is missing."""
+    """Run the command unless its record says that it is done. UserError if a result is missing."""
     if show:
         print(f"\n=== {name}\n{' '.join(shlex.join(command).split())}")
         return
@@ -91,7 +91,7 @@ def once(name: str, needs: list[str], makes: list[str], show: bool, command: lis
         if record["makes"][result] is None:
             raise UserError(f"{name} has ended without making {result} in {base_dir()}")
         newest = newest_step(base_dir() / result)
-        # Under torchrun a run that was stopped ends with 0.
+        # Under torchrun a run that was stopped exits with 0.
         if newest and unfinished(newest):
             raise UserError(f"{name} was stopped before its end; the same command goes on")
     for need in needs:

@@ -1,7 +1,7 @@
 """
-A run before it is paid for: bytes that a rank holds and sends on each stage of ZeRO, seconds that a step waits, hours;
-and the fastest layout that fits, with or without a pipeline. Formulas only: nothing is trained. Pretraining only: all
-stages of a speedrun and their cost are in bash speedrun.sh --plan=8,H100,80.
+Plan a run before you pay for it: bytes that a rank holds and sends on each stage of ZeRO, seconds that a step waits,
+hours, and the fastest layout that fits, with or without a pipeline. Formulas only: nothing is trained. Pretraining
+only: bash speedrun.sh --plan=8,H100,80 shows all stages of a speedrun and their cost.
 
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
     python -m scripts.plan --depth=32 --gpus=64 --gpus_per_node=8 --link=nvlink4 --between=ndr
@@ -17,12 +17,12 @@ total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all rank
 target_param_data_ratio = 8.0  # [>0] training tokens per parameter of matrices and head
 # ---- Machine
 gpus = 8                    # [1..] ranks
-gpus_per_node = 8           # [1..] of them on each host
-gpu = "H100"                # a name of the table in nanochat/runtime/flops.py; empty: the kind that is here
-memory_gib = 80.0           # [>0] of each
-mfu = -1.0                  # [-1, 0.0001..1] of the passes; -1: estimated, in bfloat16
-link = "nvlink4"            # of each GPU to the others of its host: a name of the table in nanochat/plan/machines.py
-between = "ndr"             # of each GPU to other hosts
+gpus_per_node = 8           # [1..] GPUs on each host
+gpu = "H100"                # a name in the table of nanochat/runtime/flops.py; empty: this machine's
+memory_gib = 80.0           # [>0] GiB of each GPU
+mfu = -1.0                  # [-1, 0.0001..1] of the forward and backward passes; -1: estimated, in bfloat16
+link = "nvlink4"            # between GPUs of a host: a name in the table of nanochat/plan/machines.py
+between = "ndr"             # between hosts, for each GPU
 configure(globals())
 
 import torch

@@ -3,9 +3,9 @@ Train the tokenizer of a data source.
 
     python -m scripts.tok_train                                    # the embedded corpus, in seconds
     python -m scripts.tok_train --data=fineweb-edu --vocab_size=32768
-    python -m scripts.tok_train --vocab_size=6144 --tasks="pydoc, run"    # for what it will be asked about later, too
+    python -m scripts.tok_train --vocab_size=6144 --tasks="pydoc, run"    # with the words of later tasks, too
 
-It is kept in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data finds it there.
+It is stored in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data finds it there.
 """
 from configurator import configure
 
@@ -13,7 +13,7 @@ from configurator import configure
 data = "tinyworld"          # data source to learn from
 tasks = ""                  # conversations to learn from, too, as in mid_train: they have words that the data lacks
 # ---- Vocabulary
-vocab_size = 65536          # [265..] ids, with bytes and special tokens (265); smaller if the data has fewer merges
+vocab_size = 65536          # [265..] ids, with bytes and special tokens (265); fewer if the data has fewer merges
 config = configure(globals())
 
 from itertools import islice
@@ -30,7 +30,7 @@ conversations = make_mixture(tasks, "train", seed=0) if tasks else []
 tokenizer = train_tokenizer(data, vocab_size, map(plain_text, conversations))
 print(f"vocabulary: {tokenizer.get_vocab_size():,} ids in {tokenizer_dir(data)}")
 
-# --- how well they do on text they were not learned from
+# --- compression of held-out text
 held_out = list(islice(iter_texts(data, "val"), 1000))
 num_bytes = sum(len(text.encode(errors="replace")) for text in held_out)
 compression = num_bytes / sum(map(len, tokenizer.encode(held_out)))
