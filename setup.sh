@@ -1,24 +1,24 @@
 # Make .venv with everything the repo needs, unless it is there: `. ./setup.sh [extra]`, as speedrun.sh and tests do.
 # NANOCHAT_NO_VENV=1: the Python on the PATH is used as it is. CUDA_VISIBLE_DEVICES= hides the GPUs.
-# Rounds that a waiting OpenMP thread spins: 1,000 cost a seventh of the speed, 300,000 nine tenths beside others' work.
+# Rounds that a waiting OpenMP thread spins: 1,000 cost a seventh of the speed, 300,000 nine tenths on a busy machine.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
 # torch 2.13 would use cached kernels that it compiled for another instruction set, and compute wrong numbers or crash.
 [ -z "${ATEN_CPU_CAPABILITY:-}" ] || export \
     TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor-$(id -un)-$ATEN_CPU_CAPABILITY}"
-# Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
+# Under nohup a lost connection should stop nothing, but torchrun would act on the signal.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
-# Seconds for a save before torchrun kills its ranks; torch 2.11 knows neither this nor the option, and waits 30.
+# Seconds for a save before torchrun kills its ranks; torch 2.11 has neither this nor the option, and waits 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 [ -z "${NANOCHAT_NO_VENV:-}" ] || return 0
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1) || {
     ! command -v nvidia-smi >/dev/null || echo "nvidia-smi finds no GPU: ${driver%%$'\n'*}" >&2; driver=""; }
 driver=${driver%%.*} wheels=""
-case ${CUDA_VISIBLE_DEVICES-all}:$driver in  # which of torch's wheels run; the default ones are for CUDA 13
+case ${CUDA_VISIBLE_DEVICES-all}:$driver in  # which torch wheels run here; the default is for CUDA 13
     :* | -1:* | NoDevFiles:* | *: | *:*[!0-9]*) driver="" wheels=cpu ;;
     *:52[5-9] | *:5[3-6]?) wheels=cu126 ;; *:57?) wheels=cu128 ;; *:5[89]? | *:[6-9]??) ;;
     *) echo "error: NVIDIA driver $driver is too old for torch 2.11: install 525 or newer, best 580" >&2; return 1 ;;
 esac
-stamp="$(cksum pyproject.toml) ${1:-}"  # of what was installed; dev has all extras
+stamp="$(cksum pyproject.toml) ${1:-}"  # what was installed; dev has all extras
 case $(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null) in "$stamp"* | "${stamp% *} dev") ;; *)
     PATH="$PATH:$PWD/.uv/bin"
     command -v uv >/dev/null || python3 -m pip install --quiet --target .uv uv || {
@@ -28,9 +28,9 @@ case $(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null) 
     export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$(pip_setting index-url)}"
     export UV_FIND_LINKS="${UV_FIND_LINKS:-$(pip_setting find-links)}" UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1
     echo "installing into .venv ..."
-    .venv/bin/python -c pass 2>/dev/null ||  # there is none, or its Python is gone
+    .venv/bin/python -c pass 2>/dev/null ||  # it is missing, or its Python is
         uv venv --quiet --seed --allow-existing --python "${PYTHON:->=3.11,<3.14}" .venv || return 1
-    install="uv pip install --quiet --python .venv/bin/python"  # it keeps a torch that is there
+    install="uv pip install --quiet --python .venv/bin/python"  # keeps an installed torch
     [ "$(uname)" != Linux ] || [ -z "$wheels" ] ||
         why=$($install --torch-backend=$wheels "torch>=2.11,<=2.13.0" 2>&1) || [ $wheels = cpu ] || {
             echo "error: no torch for NVIDIA driver $driver: ${why##*$'\n'}" >&2; return 1; }

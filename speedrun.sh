@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # From an empty machine to a model you can talk to, evaluated at every stage, and its report: the commands for eight
-# H100s, four hours. Other GPUs change eight variables; without a GPU runs/cpu.sh follows, seven to eleven minutes.
+# H100s, four hours. Other GPUs change eight variables; without a GPU runs/cpu.sh runs, for seven to eleven minutes.
 #
-#     bash speedrun.sh                # stopped or failed: run it again; finished steps stay, training goes on
+#     bash speedrun.sh                # stopped or failed? Run it again: finished steps stay, training goes on
 #     bash speedrun.sh --chat --folder=~/notes    # a page shows the run, then chats, and looks things up in your files
 #     bash speedrun.sh --full         # on a CPU: twice the layers, three times the minutes
-#     bash speedrun.sh --rehearse     # every stage in small, on GPUs after three steps of the real model
+#     bash speedrun.sh --rehearse     # every stage in small; on GPUs, first three steps of the real model
 #     bash speedrun.sh --plan=8,H100,80 --price=2.5  # only shows the commands for 8 H100 of 80 GB, hours and dollars
-#     bash speedrun.sh --run=NAME     # logs the trainings on GPUs to wandb, too, after `wandb login`
+#     bash speedrun.sh --run=NAME     # also logs training on GPUs to wandb, after `wandb login`
 set -euo pipefail
 chat="" folder="" depth=2 rehearsal="" plan="" show="" price="" wandb=""
 for argument in "$@"; do
@@ -24,14 +24,15 @@ for argument in "$@"; do
     esac
 done
 cd "$(dirname "$0")"
+# Extras: hub has more tasks, gpu has FlashAttention 4.
 case $(nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2>/dev/null || :) in
-    9.0,\ 5[89]* | 10.0,\ 5[89]*) extra=hub,gpu ;; [0-9]*) extra=hub ;; *) extra="" ;;  # FlashAttention 4; more tasks
+    9.0,\ 5[89]* | 10.0,\ 5[89]*) extra=hub,gpu ;; [0-9]*) extra=hub ;; *) extra="" ;;
 esac
 . ./setup.sh "$extra${extra:+${wandb:+,wandb}}"
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
-once() { python -m scripts.once $show "$@"; }  # not again with the same command, --needs and --makes; a plan shows it
-[ -n "$plan" ] || python -m scripts.doctor     # what this machine has; ends here where nothing can be trained
+once() { python -m scripts.once $show "$@"; }  # once for the same command, --needs and --makes; a plan shows it
+[ -n "$plan" ] || python -m scripts.doctor     # what this machine has; ends here if nothing can be trained
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 [ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/${rehearsal:-cpu}.sh; exit; }
 
@@ -49,14 +50,14 @@ if [ -z "$plan" ]; then  # before anything is downloaded, three such steps on Py
         python -m scripts.tok_train --data=python --vocab_size=$VOCAB
     once steps-$tag --needs tokenizer/python --makes report/sections/python/$tag/base_train.json -- \
         ${run/restarts=3/restarts=0} scripts.base_train --data=python --model_tag=$tag --overwrite $model \
-        --total_batch_size=$((2 * ROWS * 2048 * RANKS)) --num_iterations=3  # twice the rows: gradients are summed, too
+        --total_batch_size=$((2 * ROWS * 2048 * RANKS)) --num_iterations=3  # two micro-steps: gradients are summed
     rm -rf "$NANOCHAT_BASE_DIR/base_checkpoints/$tag"
     [ -z "$rehearsal" ] || { . runs/rehearsal.sh; exit; }
     NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR%/rehearsal}
 fi
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder})
 [ -z "$chat" ] || [ -n "$plan" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live
-# ---- The base model: text, what the assistant will look up, tokens, training, evaluation
+# ---- The base model: text, the assistant's library, tokenizer, training, evaluation
 once data-climbmix -- python -m scripts.dataset --source=climbmix --num_shards=$SHARDS
 once library -- python -m scripts.library --source=python
 [ -z "$folder" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
@@ -66,7 +67,7 @@ once base-$tag --needs data/climbmix/manifest.json tokenizer/climbmix --makes ba
     $run scripts.base_train --data=climbmix --model_tag=$tag --resume=auto $model
 once base_eval-$tag --needs base_checkpoints/$tag eval_bundle --makes $made/base_eval.json -- \
     $run scripts.base_eval --model_tag=$tag --core_metric_max_per_task=-1
-# ---- The assistant: each stage begins with the model of the stage before, and is judged by held-out problems
+# ---- The assistant: each stage starts from the previous stage's model; held-out problems judge the result
 judge=($run scripts.chat_eval --model_tag=$tag --max_problems=-1 --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k,
     humaneval, words:climbmix[:256], spellingbee[:256], tinyworld:identity, lookup, search")
 once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/mid_train.json -- \

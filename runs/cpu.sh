@@ -1,5 +1,5 @@
-# The assistant of a laptop: the embedded world and Python's own documentation, without downloads, in seven to
-# eleven minutes on two cores. speedrun.sh sources this file where there is no GPU. To paste its commands, begin with
+# An assistant for a laptop: the embedded world and Python's own documentation, without downloads, in seven to
+# eleven minutes on two cores. speedrun.sh sources this file if there is no GPU. To paste its commands, begin with
 #     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
 DEPTH=${depth:-2}  # 4 with --full
 python -m scripts.choose_size --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/estimate.json"  # how long it takes
@@ -8,7 +8,7 @@ batch="--total_batch_size=4096 --device_batch_size=8 --matrix_lr=0.03 --eval_tok
 keep="--save_every=200 --keep_last=2"
 page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=folder})
 [ -z "${chat:-}" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live; then the chat
-# ---- The base model: text, what the assistant will look up, tokens, training, evaluation
+# ---- The base model: text, the assistant's library, tokenizer, training, evaluation
 once data-tinyworld -- python -m scripts.dataset --source=tinyworld
 once library -- python -m scripts.library --source=python
 [ -z "${folder:-}" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
@@ -18,7 +18,7 @@ once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
     python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=auto --depth=$DEPTH \
     --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=500 --eval_every=100 --sample_every=100 $batch $keep
-# ---- The assistant, judged by held-out problems. base_train has measured the base model. Fine-tuning brought nothing.
+# ---- The assistant, judged by held-out problems. base_train has measured the base model. Fine-tuning did not help.
 judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=64 --tasks="tinyworld:facts, tinyworld:identity,
     arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run, lookup, lookup:unknown, lookup:talk, search,
     search:unknown, notes, notes:unknown, notes:talk")
@@ -32,7 +32,7 @@ once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/m
         search:unknown[:5500], notes[:5000], notes:unknown[:1500], notes:talk[:3000]"
 once chat_eval-mid-$tag --needs mid_checkpoints/$tag --makes $made/chat_eval_mid.json -- \
     "${judge[@]}" --source=mid --max_problems=100
-# Vectors of words stay as they are: moved by what one task rewards, they cost other tasks up to 2 points.
+# Embeddings and head stay as they are: trained on one task's rewards, they cost other tasks up to 2 points.
 once rl-$tag --needs mid_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat_rl.json -- \
     python -m scripts.chat_rl --source=mid --model_tag=$tag --resume=auto --task="run[18000:]" --num_iterations=70 \
     --init_lr_frac=0.3 --embedding_lr=0 --unembedding_lr=0 --num_samples=8 --max_new_tokens=80 --eval_every=100 \

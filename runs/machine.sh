@@ -1,8 +1,8 @@
-# What miniseries.sh and scaling_laws.sh have in common; sourced by them.
+# The shared part of miniseries.sh and scaling_laws.sh, which source it.
 #     DATA      data set; on a CPU the embedded world with a small vocabulary: the head must not outweigh the blocks
 #     launch    how a script is started here: one process, or one for each GPU
 #     model     settings of base_train that fit this machine
-#     train     one run of a series, which goes on where it was stopped and is not done again
+#     train     one run of a series; a stopped run goes on, a finished one is skipped
 set -euo pipefail
 case ${1:-} in
     "") ;;
@@ -22,7 +22,7 @@ if [ "$gpus" -ge 1 ]; then
 else
     DATA=${DATA:-tinyworld512}
     launch=(python -m)
-    # Small steps: what they lose to Python a compiler would not win back in so short a run.
+    # Small steps in a short run: compiling would take more time than it saves.
     rows=2
     model=(--max_seq_len=128 --total_batch_size=256 --eval_tokens=16384 --compile=False --save_every=500 --keep_last=1)
     if [ "$DATA" = tinyworld512 ]; then python -m scripts.dataset --source=tinyworld --name="$DATA"; fi
@@ -31,12 +31,11 @@ if [ ! -e "$NANOCHAT_BASE_DIR/tokenizer/$DATA/tokenizer_nanochat.json" ]; then
     python -m scripts.tok_train --data="$DATA" --vocab_size="$([ "$DATA" = tinyworld512 ] && echo 512 || echo 49152)"
 fi
 
-# train TAG --depth=… --setting=value …: validated at its beginning and end. A finished run whose files are whole is
-# skipped.
+# train TAG --depth=… --setting=value …: validates at the start and end. A finished run with intact files is skipped.
 train() {
     local tag=$1; shift
     echo; echo "=== $tag"
-    if [ "$gpus" -ge 1 ]; then  # what the memory holds, up to 16: a step's batch is a multiple of all ranks' rows
+    if [ "$gpus" -ge 1 ]; then  # what fits into memory, up to 16: a step's batch is a multiple of all ranks' rows
         rows=$(python -m scripts.doctor --batch_only "$1" --ranks="$gpus" --max_rows=16)
         [ "$rows" -ge 1 ] || { echo "error: ${1#--} does not fit into a GPU's memory; set smaller DEPTHS" >&2; exit 1; }
     fi

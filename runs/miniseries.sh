@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A family of models that differ in depth alone, each trained on the same number of tokens per parameter of its
-# matrices and head: what quality costs, before the largest of them is paid for.
+# A family of models that differ only in depth, each trained on the same number of tokens per parameter of its
+# matrices and head: it shows what quality costs before you pay for the largest.
 #
-#     bash runs/miniseries.sh                                # tiny ones where there is no GPU, a few minutes
+#     bash runs/miniseries.sh                                # tiny models without a GPU, a few minutes
 #     RATIO=8 DEPTHS="10 12 14" bash runs/miniseries.sh     # tokens per parameter, depths
 #
-# Run it again after anything went wrong: finished runs are skipped, an unfinished one goes on.
+# After any failure run it again: finished runs are skipped, an unfinished one goes on.
 . "$(dirname "$0")/machine.sh"
 if [ "$gpus" -ge 1 ]; then
     RATIO=${RATIO:-9.4} DEPTHS=${DEPTHS:-"10 12 14 16 18 20"}

@@ -4,15 +4,15 @@
 #     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --depth=20 --resume=auto
 #     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --depth=20 --resume=auto
 #
-#     NNODES              a range such as 1:4 lets the run go on with fewer machines, and with more when they are back,
-#                         any number of them; it needs no NODE_RANK. The machine of MASTER_ADDR must stay.
-#     MASTER_ADDR         of the first node, as the others reach it; MASTER_PORT (29500) must be free there
+#     NNODES              number of machines. A range such as 1:4 lets the run go on while machines leave and come
+#                         back; it needs no NODE_RANK. The machine of MASTER_ADDR must stay.
+#     MASTER_ADDR         where the others reach the first node; MASTER_PORT (29500) must be free there
 #     NPROC               ranks on this node; default: one for each GPU, or one
-#     NANOCHAT_BASE_DIR   on a file system that all nodes share: checkpoints are pieces from all ranks
-#     MAX_RESTARTS        (3) times that all ranks are started anew, from the newest checkpoint, when one has died
-#     JOB_ID              of the scheduler, if there is one: machines with another one do not join
+#     NANOCHAT_BASE_DIR   on a file system that all nodes share: all ranks write pieces of a checkpoint
+#     MAX_RESTARTS        (3) how often all ranks restart from the newest checkpoint when one has died
+#     JOB_ID              the scheduler's, if there is one: machines with a different JOB_ID do not join
 #
-# With several network interfaces, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME says which one the ranks talk over.
+# With several network interfaces, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME says which one the ranks use.
 set -euo pipefail
 case ${1:---help} in -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
@@ -29,10 +29,10 @@ else
 fi
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 [ "$gpus" -ge 1 ] || gpus=1
-# Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
+# Under nohup a lost connection should stop nothing, but torchrun would act on the signal.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
-# Seconds for a save before torchrun kills its ranks; torch 2.11 knows neither this nor the option, and waits 30.
+# Seconds for a save before torchrun kills its ranks; torch 2.11 has neither this nor the option, and waits 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
-# exec: a signal to this script is one to torchrun, which passes it on; then every rank finishes its step and saves.
+# exec: a signal to this script reaches torchrun, which passes it on; then every rank finishes its step and saves.
 exec torchrun --nnodes="$NNODES" --nproc-per-node="${NPROC:-$gpus}" "${meeting[@]}" \
     --max-restarts="${MAX_RESTARTS:-3}" -m "$@"

@@ -1,4 +1,4 @@
-# Every stage with a tiny model for two steps, on all GPUs or the CPU, in minutes. Nothing is learnt, and nothing is
+# Every stage with a tiny model for two steps, on all GPUs or the CPU, in minutes. Nothing is learned, and nothing is
 # compiled. speedrun.sh --rehearse sources this file.
 NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR%/rehearsal}/rehearsal
 tag=rehearsal made=report/sections/tinyworld/rehearsal run="python -m"

@@ -2,10 +2,10 @@
 # How large a model should a given amount of computation train? Every depth gets the same FLOPs (one curve for each
 # budget), and the lowest point of the curve is the answer. Hoffmann et al. 2022, arXiv:2203.15556, approach 2.
 #
-#     bash runs/scaling_laws.sh                                     # tiny ones where there is no GPU, minutes
+#     bash runs/scaling_laws.sh                                     # tiny models without a GPU, minutes
 #     BUDGETS="1e18 4e18" DEPTHS="8 10 12 14" bash runs/scaling_laws.sh
 #
-# Run it again after anything went wrong: finished runs are skipped, an unfinished one goes on.
+# After any failure run it again: finished runs are skipped, an unfinished one goes on.
 . "$(dirname "$0")/machine.sh"
 SERIES=${SERIES:-isoflop}
 if [ "$gpus" -ge 1 ]; then

@@ -3,7 +3,7 @@ Export a model of any stage as a folder that Hugging Face's transformers loads a
 
     python -m scripts.export_hf --source=sft --output=my-model
 
-It has weights, configuration, tokenizer, chat template and model card. A modern model also has its code there, for
+It has weights, configuration, tokenizer, chat template and model card; for a modern model also its code, for
 trust_remote_code=True. scripts.import_hf is the way back. `hf upload NAME/MODEL my-model --private` uploads the
 folder to the hub.
 """
