@@ -1,7 +1,7 @@
 """
-What a piece of the architecture or a setting is worth: runs in pairs, with the same data, seed and number of tokens, of
-which one has a change. docs/ablations.md tells what came out. A run that has ended is not run again, one that was
-stopped goes on; after a change of the code remove base_checkpoints/pair-*.
+What a piece of the architecture or a setting is worth: pairs of runs with the same data, seed and number of tokens, one
+of them with a change. docs/ablations.md has the results. A finished run is not repeated, a stopped one goes on; after a
+change of the code remove base_checkpoints/pair-*.
 
     python -m bench.ablations --changes="--arch=classic,smear=True + --warmdown_ratio=0.65"
 """
@@ -11,7 +11,7 @@ data = "python"             # data set
 base = """--arch=classic --depth=4 --max_seq_len=512 --device_batch_size=8 --total_batch_size=4096 --num_iterations=150
           --eval_every=1000000 --sample_every=-1"""
 changes = "--arch=modern"   # flags of base_train, which replace those of base; several changes are separated by " + "
-seeds = 3                   # [2..] runs of each
+seeds = 3                   # [2..] pairs for each change
 configure(globals())
 
 import statistics
@@ -27,7 +27,7 @@ from nanochat.training.records import read_metrics
 
 
 def result(change: str, seed: int) -> tuple[float, float]:
-    """Bits per byte after the last step, and seconds of all steps: the median one's times their number."""
+    """Bits per byte after the last step, and seconds of all steps: the median step's times their number."""
     flags = f"--data={data} {base} {change} --seed={seed}".split()
     tag = f"pair-{zlib.crc32(' '.join(flags).encode()):08x}"
     folder = base_dir() / "base_checkpoints" / tag

@@ -1,5 +1,5 @@
 """
-Context parallelism: attention in a ring of ranks that each have 1/N of a row's positions, and ways in which that goes
+Context parallelism: attention in a ring of ranks that each have 1/N of a row's positions, and ways to get that
 wrong. Liu et al. 2023, arXiv:2310.01889. bench.parallel makes a table of it.
 """
 import torch
@@ -17,7 +17,7 @@ VARIANTS = ("two chunks a rank", "one chunk a rank", "earlier pieces are not res
 
 
 def positions(rank: int, ranks: int, variant: str) -> Tensor:
-    """What a rank has, (T/N,): with two chunks one of the first and one of the last, so that all compute as much."""
+    """A rank's positions, (T/N,). Of two chunks one is early and one late: all ranks compute the same amount."""
     chunks = torch.arange(T).chunk(2 * ranks)
     if variant == "one chunk a rank":
         return torch.cat(chunks[2 * rank : 2 * rank + 2])
@@ -25,15 +25,15 @@ def positions(rank: int, ranks: int, variant: str) -> Tensor:
 
 
 def scores(q: Tensor, k: Tensor, step: int, variant: str) -> Tensor:
-    """(…, T/N, T/N), of the queries of this rank and the keys that are here in a step of the ring."""
+    """(…, T/N, T/N): this rank's queries times the keys that are here in a step of the ring."""
     rank, ranks = rank_and_size()
-    source = rank if "causal" in variant else (rank - step) % ranks  # the rank whose keys they are
+    source = rank if "causal" in variant else (rank - step) % ranks  # the keys' owner
     unseen = positions(rank, ranks, variant)[:, None] < positions(source, ranks, variant)
     return (q @ k.mT * q.size(-1) ** -0.5).masked_fill(unseen, float("-inf"))
 
 
 def send_on(x: Tensor) -> Tensor:
-    """To the next rank; returns what comes from the one before."""
+    """Send to the next rank; returns what the previous rank sends."""
     rank, ranks = rank_and_size()
     received = torch.empty_like(x)
     sending = dist.isend(x, (rank + 1) % ranks)
@@ -44,7 +44,7 @@ def send_on(x: Tensor) -> Tensor:
 
 class Ring(torch.autograd.Function):
     """
-    Queries (H_kv, G, T/N, D) stay where they are; keys and values (2, H_kv, 1, T/N, D) go round. Kept are a rank's own,
+    Queries (H_kv, G, T/N, D) stay where they are; keys and values (2, H_kv, 1, T/N, D) go round. A rank keeps its own,
     its output and log Σ exp(score). In the backward pass keys and values go round again, with their gradients.
     """
 
@@ -79,7 +79,7 @@ class Ring(torch.autograd.Function):
             p = (scores(q, kv[0], step, ctx.variant) - total).exp()
             grad_s = p * (grad @ kv[1].mT - along) * q.size(-1) ** -0.5
             grad_q += grad_s @ kv[0]
-            grad_kv += torch.stack((grad_s.mT @ q, p.mT @ grad)).sum(2, keepdim=True)  # over the G heads of a key head
+            grad_kv += torch.stack((grad_s.mT @ q, p.mT @ grad)).sum(2, keepdim=True)  # over a key head's G heads
         if "early" not in ctx.variant:
             grad_kv = send_on(grad_kv)  # home
         return grad_q, grad_kv, None

@@ -3,20 +3,20 @@ Tokens per second of the engine on this machine: one sequence and many together,
 
     python -m bench.engine
 
-The weights are drawn, not trained: speed does not depend on them. Answers are greedy, and prompts included. Each
-figure is the best of several runs.
+The weights are drawn, not trained: speed does not depend on them. Answers are greedy; the time includes the prompts.
+Each figure is the best of several runs.
 
-MBU is the share of the memory's copy rate that a step would take to read what it has to read: every matrix and the head
-once, and each row's keys and values. It may pass 100% where a part of these stays in the processor's caches.
+MBU is a decoding step's read rate as a share of the memory's copy rate. A step reads every matrix and the head once,
+and each row's keys and values. MBU may pass 100% if the processor's caches hold a part of these.
 """
 from configurator import configure
 
 depth = 4                   # [1..] layers; width and heads follow from it
-arch = "classic"            # or "modern", or one of them with changes
+arch = "classic"            # classic, modern, or one with changes
 vocab_size = 8192           # [266..] tokens
 batch_size = 16             # [1..] sequences decoded together
 new_tokens = 256            # [2..496] written after each prompt of 16
-repeats = 5                 # [1..] of which the fastest counts
+repeats = 5                 # [1..] runs; the fastest counts
 configure(globals())
 
 import functools
@@ -34,7 +34,7 @@ from nanochat.model.gpt_config import config_from_depth
 from nanochat.runtime.distributed import compute_init
 
 *_, device = compute_init("")
-# Of the right size; no text is made.
+# Only its size matters: no text is made.
 tokenizer = Tokenizer([bytes(divmod(i, 256)) for i in range(vocab_size - 256 - len(SPECIAL_TOKENS))])
 model = GPT(config_from_depth(depth, vocab_size, 512, arch=arch)).to(device)
 model.init_weights(0)
@@ -43,7 +43,7 @@ greedy = SamplingParams(new_tokens, temperature=0, stop=())
 
 
 def fastest(times: int, function: Callable[[], object]) -> float:
-    """Seconds; what the function makes is on the host, so that nothing is left running."""
+    """Seconds. The function's result is on the host, so nothing is left running."""
     return min(timeit.repeat(function, number=1, repeat=times))
 
 
@@ -55,7 +55,7 @@ def copy_rate() -> float:
 
 
 def step_bytes(rows: int, number: int) -> float:
-    """Bytes that a decoding step has to read, on average over the answer. number: bytes of one."""
+    """Bytes that a decoding step has to read, on average over the answer. number: bytes per element."""
     config = model.config
     lengths = range(len(prompts[0]) + 1, len(prompts[0]) + new_tokens)
     seen = sum(min(length, config.window(layer)) for layer in range(config.n_layer) for length in lengths)

@@ -1,5 +1,5 @@
 """
-Expert parallelism: a mixture whose ranks each have other experts and other tokens, and ways in which that goes wrong.
+Expert parallelism: a mixture whose ranks have different experts and different tokens, and ways to get that wrong.
 Lepikhin et al. 2020, arXiv:2006.16668; Fedus et al. 2021, arXiv:2101.03961. bench.parallel makes a table of it.
 """
 import torch
@@ -10,7 +10,7 @@ from bench.tensor import C, T, Travel, compare
 from nanochat.model.layers import SquaredReLU
 from nanochat.runtime.collectives import rank_and_size
 
-EXPERTS, TOP = 8, 2  # all experts; those of a token
+EXPERTS, TOP = 8, 2  # all experts; experts per token
 VARIANTS = ("two all-to-alls", "what comes back is not put back in order", "the router's weights are left out",
             "what exceeds an expert's even share is dropped")
 
@@ -33,7 +33,7 @@ def on_one(mixture: nn.ParameterDict, x: Tensor) -> Tensor:
 
 
 def exchange(rows: Tensor, to: list[int], coming: list[int]) -> Tensor:
-    """Rows in the order of experts, `to` of them to each rank, `coming` from each; in the backward pass gradients."""
+    """Send rows in the order of experts: `to` go to each rank, `coming` come from each. Gradients travel back."""
     def all_to_all(rows, to, coming):
         received = rows.new_empty(sum(coming), C)
         dist.all_to_all_single(received, rows.contiguous(), coming, to)
@@ -71,6 +71,6 @@ def measure(variant: str) -> list[float]:
 
     mixture = nn.ParameterDict({"router": torch.empty(C, EXPERTS), "c_fc": torch.empty(EXPERTS, C, 4 * C),
                                 "c_proj": torch.empty(EXPERTS, 4 * C, C)})
-    # There and back, and so the gradients, if all experts get as many rows.
+    # Rows go there and back, and so do gradients, if all experts get as many.
     sent = 4 * (ranks - 1) / ranks * TOP * T / ranks * C * 4
     return compare(mixture, on_one, on_ranks, torch.arange(T).chunk(ranks)[rank], sent)

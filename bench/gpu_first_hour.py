@@ -1,7 +1,7 @@
 """
-The first twelve minutes on a GPU, in the order of what decides. Each part is a process of its own, so that a failure
+The first twelve minutes on a GPU, the decisive measurements first. Each part is a process of its own, so a failure
 costs one part. It writes one Markdown file for an issue, gpu_first_hour.md in the base folder; the last line says which
-estimate of nanochat/plan/step_time.py was wrong.
+estimate of nanochat/plan/step_time.py was furthest off.
 
     python -m bench.gpu_first_hour                               # all parts
     python -m bench.gpu_first_hour --rehearse                    # the same parts in small, on a CPU
@@ -13,11 +13,11 @@ from configurator import configure
 
 part: Literal["all", "attention", "products", "steps", "overlap"] = "all"
 rehearse = False            # in small, on a CPU
-data = "climbmix"           # real text; made of three shards where it is missing
+data = "climbmix"           # real text; if missing, three shards are made
 depth = 22                  # [1..] layers
 vocab_size = 49152          # [300..] tokens
 max_seq_len = 2048          # [64..] tokens per row
-rows = 16                   # [1..] on each GPU
+rows = 16                   # [1..] rows on each GPU
 fp8 = False                 # 8-bit matrix products
 configure(globals())
 if rehearse:
@@ -57,7 +57,7 @@ from nanochat.training.metrics import peak_memory
 HEAD = "| what | measured | estimated | ratio |\n| --- | ---: | ---: | ---: |"
 ROW = r"\| (.+) \| .+ \| .+ \| ([\d.]+) \|"  # with an estimate
 HOUR, BASE = ("-m", "bench.gpu_first_hour"), ("-m", "scripts.base_train")
-# Depth 12 on real text: as it is, and with one change.
+# Depth 12 on real text: unchanged, and with one change each.
 ARMS = ("--arch=modern", "--arch=modern,key_offset=False", "--fp8=True", "--final_lr_frac=0")
 
 
@@ -73,7 +73,7 @@ def run_all() -> None:
         parts += [(["-m", "scripts.dataset", f"--source={data}", "--num_shards=3"], 120),
                   (["-m", "scripts.tok_train", f"--data={data}", f"--vocab_size={vocab_size}"], 120)]
     parts += [([*HOUR, f"--part={name}", *small], 90) for name in ("attention", "products")]
-    # It takes a minute until the first step has been compiled.
+    # Compiling the first step takes a minute.
     parts += [([*HOUR, "--part=steps", f"--rows={count}", f"--fp8={eight}", *small], 120)
               for count in (16, 32) for eight in (False, True)]
     parts += [([*BASE, *text, f"--model_tag=first{number}", arm], 60) for number, arm in enumerate(ARMS)]
@@ -109,7 +109,7 @@ def show(what: str, measured: float, estimated: float = 0.0) -> None:
 
 
 def rate(what: str, flops: float, function: Callable, share: float, before: float = 0.0, calls: int = 10) -> float:
-    """Show TFLOP/s beside `share` of the peak, or why not. Returns seconds of a call, less `before`; 0: it fails."""
+    """Show TFLOP/s beside `share` of the peak, or the error. Returns seconds of a call, minus `before`; 0: it fails."""
     found = []
     try:
         for _ in range(4):  # the first warms up
@@ -118,7 +118,7 @@ def rate(what: str, flops: float, function: Callable, share: float, before: floa
                 function()
             synchronize(device)
             found.append((time.perf_counter() - began) / calls - before)
-    except Exception as error:  # a kernel that is not there, or does not take these shapes
+    except Exception as error:  # the kernel is missing, or does not take these shapes
         print(f"| {what} | {error!s:.90} | - | - |".replace("\n", " "), flush=True)
         return 0.0
     seconds = max(min(found[1:]), 1e-9)
@@ -172,7 +172,7 @@ def attention() -> None:
 
 
 def products() -> None:
-    """Those of a block, forward and backward, and the head's, in bfloat16 and 8 bits."""
+    """A block's products, forward and backward, and the head's, in bfloat16 and 8 bits."""
     T, C, V = rows * max_seq_len, config.n_embd, vocab_size
     for m, n, k in ((T, C, C), (T, 4 * C, C), (T, C, 4 * C), (C, C, T), (4 * C, C, T), (C, 4 * C, T), (T, V, C),
                     (V, C, T)):
@@ -184,7 +184,7 @@ def products() -> None:
 
 
 def compiled_step() -> tuple:
-    """What `train_step` takes, after the step that compiles; two micro-steps."""
+    """The arguments of `train_step` (two micro-steps), after the step that compiles."""
     model, sharding, optimizers = set_up_training(config, dtype, device)
     if fp8:
         use_fp8(model, device, rows * max_seq_len)
@@ -214,7 +214,7 @@ def training_steps() -> None:
 
 
 def busy(events: list) -> float:
-    """ms in which at least one of these runs."""
+    """Milliseconds in which at least one event runs."""
     total = until = 0.0
     for event in sorted(events, key=lambda event: event.time_range.start):
         total += max(event.time_range.end - max(event.time_range.start, until), 0)

@@ -19,9 +19,9 @@ END = "<!-- end of what it made -->"
 
 class PageBlock:
     """
-    A page's text between `<!-- made by: python -m <command> --write -->` and the end mark that follows it. It is found
-    when it is made, before the work whose result it will show: a missing mark must not cost hours. Without write there
-    is no need for one.
+    A page's text between `<!-- made by: python -m <command> --write -->` and the end mark that follows it. The mark is
+    found at once, before the work whose result it will show: a missing mark must not cost hours. Without write no mark
+    is needed.
     """
 
     def __init__(self, page: str, command: str, write: bool):
@@ -52,7 +52,7 @@ def random_tokens(end: int, *shape: int, seed: int = 0) -> Tensor:
 
 
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:
-    """Rank 0's result of function(rank, ranks, *args), called in a process with one thread for each rank; gloo."""
+    """Rank 0's result of function(rank, ranks, *args), called in a single-threaded process per rank; gloo."""
     with tempfile.TemporaryDirectory() as folder:
         # Forked, not spawned: a spawned process would run the benchmark's module again.
         start_processes(one_rank, (ranks, folder, function, args), ranks, start_method="fork")

@@ -1,9 +1,9 @@
 """
-What a link carries: microseconds and bus bandwidth of an all-reduce, over the size of its message. The first thing to
+What a link carries: microseconds and bus bandwidth of an all-reduce, by the size of its message. The first thing to
 run on a cluster.
 
     python -m bench.links --write                  # two ranks on this machine, gloo; without --write it is only printed
-    torchrun --nproc_per_node=8 -m bench.links     # the GPUs of a host, NCCL; with more of torchrun's flags many hosts
+    torchrun --nproc_per_node=8 -m bench.links     # the GPUs of a host, NCCL; more torchrun flags: many hosts
 """
 from configurator import configure
 
@@ -24,7 +24,7 @@ from nanochat.runtime.tables import cell, markdown_table
 block = PageBlock("machines.md", "bench.links", write)
 
 SIZES = [4**n for n in range(5, 14)]  # bytes
-REPEATS = 15                # of which the fastest counts
+REPEATS = 15                # the fastest counts
 
 
 def measure(rank: int, ranks: int, device: torch.device) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Literal
 from configurator import configure
 
 idea: Literal["optimizers", "batch"] = "batch"
-only = ""                   # the table's lines that begin so; empty: all
+only = ""                   # lines of the table that begin so; empty: all
 write = False               # put the table into docs/two_loops.md (batch), docs/ablations.md (optimizers)
 configure(globals())
 
@@ -29,7 +29,7 @@ from nanochat.runtime.tables import markdown_table
 
 block = PageBlock("ablations.md" if idea == "optimizers" else "two_loops.md", f"bench.loops --idea={idea}", write)
 
-torch.set_num_threads(1)    # a second one has little to do, and waits for the first where other processes run
+torch.set_num_threads(1)    # a second thread has little to do, and on a busy machine one waits for the other
 CONFIG = GPTConfig(sequence_len=64, vocab_size=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
 T, ROWS, STEPS = CONFIG.sequence_len, 8, 100    # bytes of a row, rows of a step, steps
 RATES = {"AdamW": 0.008, "Muon": 0.04}          # the best of rates that double
@@ -48,8 +48,8 @@ TRAIN, HELD_OUT = text(range(1000)), text(range(10**6, 10**6 + 20))
 
 def training(kind: str, rate: float, rows: int, scale: float = 1.0) -> Iterator[Callable[[], float]]:
     """
-    Trains for ever: Muon or AdamW updates matrices with this rate, AdamW all else with its default rates; scale: of all
-    rates. Yields before each step a function that measures bits per byte of documents that are not trained on.
+    Trains forever: Muon or AdamW updates matrices with this rate, AdamW all else with its default rates. scale: factor
+    of all rates. Yields before each step a function that measures bits per byte of held-out documents.
     """
     model, sharding, (adamw, matrices) = set_up_training(CONFIG, torch.float32, torch.device("cpu"))
     if kind == "AdamW":
@@ -76,7 +76,7 @@ def optimizers(name: str) -> list:
 
 
 def batch(name: str) -> list:
-    """Steps and bytes to GOAL, looked at after each twentieth of the steps so far; rates go with the batch's root."""
+    """Steps and bytes to GOAL, checked after each 5% more steps. Rates grow with the square root of the batch."""
     rows, due = int(name), 0
     for steps, bits in enumerate(training("Muon", RATES["Muon"], rows, (rows / ROWS) ** 0.5)):
         if steps == due:

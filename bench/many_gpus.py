@@ -2,11 +2,11 @@
 From 8 GPUs to 8,192: the fastest layout of ZeRO and pipelines at each size, what a step then waits for, and the largest
 model that fits. Formulas of nanochat/plan/; the tables and the picture of docs/many_gpus.md.
 
-    python -m bench.many_gpus --write       # without --write they are only printed, and the picture is drawn here
+    python -m bench.many_gpus --write       # without --write they are only printed, and the picture is saved here
 """
 from configurator import configure
 
-most_gpus = 8192            # [8..] at which the tables end
+most_gpus = 8192            # [8..] the tables end there
 write = False               # put tables and picture into docs
 configure(globals())
 
@@ -32,7 +32,7 @@ MEMORY = 80 * GIB
 MFU = 0.5                   # of the passes alone
 PEAK = datasheet_peak("H100")
 LENGTH = 2048               # tokens of a row
-RATIO = 8                   # tokens per parameter of a run: the batch follows from it
+RATIO = 8                   # training tokens per parameter: they decide the batch
 
 
 def config_of(depth: int) -> GPTConfig:
@@ -40,7 +40,7 @@ def config_of(depth: int) -> GPTConfig:
 
 
 def billions(config: GPTConfig) -> float:
-    """Of parameters."""
+    """Billions of parameters."""
     return sum(split_into_stages(config)[0].units) / 1e9
 
 
@@ -49,7 +49,7 @@ def cluster_of(gpus: int) -> Cluster:
 
 
 def scale(depth: int) -> tuple[str, dict[int, float]]:
-    """The table of a model from size to size, and {GPUs: MFU} where its batch has a row for each GPU and it fits."""
+    """A model's table by size, and {GPUs: MFU} where it fits and its batch has a row for each GPU."""
     config = config_of(depth)
     model = shaped(config)
     horizon = RATIO * model.count_parameters("matrix", "head")  # tokens of the run
@@ -79,8 +79,8 @@ def scale(depth: int) -> tuple[str, dict[int, float]]:
 
 def largest_depth(gpus: int) -> int:
     """
-    Of a model that can be trained on stage 3 over all ranks, a row at a time, activations computed twice. A pipeline
-    holds less: its stages keep gradients whole.
+    The largest depth that trains on stage 3 over all ranks, a row at a time, with activations computed twice. Pipelines
+    hold smaller models: their stages keep whole gradients.
     """
     how = cluster_of(gpus), Layout(3, gpus, rows=1, micro_steps=1, checkpointing=True), torch.bfloat16
     return bisect.bisect_left(range(1, 512), True, key=lambda depth: bytes_on_a_rank(config_of(depth), *how) > MEMORY)

@@ -5,11 +5,11 @@ Where the time of a training step goes: the table of docs/memory.md. On the CPU,
 """
 from configurator import configure
 
-depth = 4                   # [4..] layers; narrower models have one head, whose products are counted as linear
+depth = 4                   # [4..] layers; smaller models have one head, whose products would count as linear
 vocab_size = 8192           # [1..] tokens
 max_seq_len = 512           # [1..] tokens per row
 device_batch_size = 8       # [1..] rows; one micro-step
-steps = 5                   # [1..] timed, after two that are not; then as many under the profiler
+steps = 5                   # [1..] timed steps, after two for warmup; then as many under the profiler
 write = False               # put the table into docs/memory.md
 configure(globals())
 
@@ -78,7 +78,7 @@ for event in profiler.key_averages(group_by_input_shape=True):
         part = ATTENTION
     spent[part] += event.self_cpu_time_total
 
-# ---- The table. FLOPs as MFU counts them; the head has as many parameters as the embedding, which counts nothing
+# ---- The table. FLOPs as MFU counts them: the embedding, as large as the head, counts nothing
 flops_of_token = {LINEAR: 6 * split_into_stages(config)[0].muon, HEAD: 6 * config.padded_vocab_size * config.n_embd,
                   ATTENTION: 12 * depth * config.n_embd * max_seq_len}
 parts = {part: computing * spent[part] / spent.total() for part in (*flops_of_token, OTHER)}  # seconds

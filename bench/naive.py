@@ -1,4 +1,4 @@
-"""Data parallelism in ten lines, and the ways in which it goes wrong. bench.parallel makes a table of it."""
+"""Data parallelism in ten lines, and ways to get it wrong. bench.parallel makes a table of it."""
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,11 +10,11 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 
 CONFIG = GPTConfig(sequence_len=32, vocab_size=768, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
-ROWS = 8            # of a step, over all ranks and micro-steps
+ROWS = 8            # rows of a step, over all ranks and micro-steps
 MICRO_STEPS = 2
 STEPS = 5
 CLIP = 0.3          # largest norm of the gradient, in the variant that clips
-OPTIMIZERS = {"SGD": (torch.optim.SGD, 0.1), "AdamW": (torch.optim.AdamW, 0.003)}  # with their rates
+OPTIMIZERS = {"SGD": (torch.optim.SGD, 0.1), "AdamW": (torch.optim.AdamW, 0.003)}  # and their rates
 VARIANTS = (
     "averaged, after the last micro-step",
     "not averaged at all",
@@ -64,7 +64,7 @@ def train(rank: int, ranks: int, variant: str, kind: str, steps: int = STEPS) ->
             x, y = inputs.chunk(cut)[first + micro_step], targets.chunk(cut)[first + micro_step]
             if "cleared before" in variant:
                 optimizer.zero_grad()
-            if variant == UNEQUAL and ranks == 1:  # as it should be: the sum over all targets, divided once
+            if variant == UNEQUAL and ranks == 1:  # right: the sum over all targets, divided once
                 loss = model(x, y, reduction="sum") / (targets >= 0).sum()
             else:
                 loss = model(x, y) / (1 if "not divided" in variant else MICRO_STEPS)
@@ -83,8 +83,8 @@ def train(rank: int, ranks: int, variant: str, kind: str, steps: int = STEPS) ->
 
 def measure(variant: str) -> list[float]:
     """
-    The COLUMNS: distance of this rank's weights from one rank's with all rows, and the largest from another rank's, in
-    units of the distance that training went.
+    The COLUMNS: distance of this rank's weights from one rank's with all rows, and the largest from another rank's,
+    divided by the distance that training moved them.
     """
     rank, ranks = rank_and_size()
     found = []

@@ -1,6 +1,6 @@
 """
-Models trained or cut over ranks, beside one rank, and ways in which that goes wrong: the tables of
-docs/data_parallel.md, docs/tensor_parallel.md, and of the stage 3 to be read in docs/zero.md.
+Models trained on or cut over several ranks, compared with one rank, and ways to get that wrong: the tables of
+docs/data_parallel.md, docs/tensor_parallel.md and, for bench/stage3.py, docs/zero.md.
 
     python -m bench.parallel --idea=data --write    # without --write it is only printed
 """
@@ -9,7 +9,7 @@ from typing import Literal
 from configurator import configure
 
 idea: Literal["data", "tensor", "context", "experts", "stage3"] = "data"  # tensor: and sequence
-ranks: Literal[2, 4] = 4    # to start, on this machine
+ranks: Literal[2, 4] = 4    # ranks to start here
 write = False               # put the table into the page
 configure(globals())
 

@@ -3,8 +3,8 @@ A pipeline's bubble, from steps that 2 and 4 ranks really take: the table of doc
 
     python -m bench.pipeline --write    # without --write it is only printed
 
-Each rank notes its passes and their processor time. A pass begins when its rank is free and its input has been
-computed, so the times are those of ranks with a core each and links without a price, also on a busy machine.
+Each rank notes its passes and their processor time. From these a schedule is computed: a pass begins when its rank is
+free and its input exists. So the bubble is that of one core per rank and free links, even on a busy machine.
 """
 from configurator import configure
 
@@ -34,7 +34,7 @@ STEPS = 4                   # the first one allocates and does not count
 
 
 def timed_steps(rank: int, ranks: int, micro_batches: int) -> list[list[dict]]:
-    """{(forward?, micro-batch): seconds} in the order in which the passes ran, of each step and rank."""
+    """Of each step and rank {(forward?, micro-batch): seconds}, in the order of the passes."""
     passes = {}
 
     def timed(is_forward: bool, function):

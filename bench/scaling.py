@@ -1,13 +1,12 @@
 """
-What the runs of a series say about size: bits per byte by budget and depth, with the size that fits each budget
-best; over the budgets the exponent by which it grows. Reads what runs/scaling_laws.sh and runs/miniseries.sh have
-trained.
+What the runs of a series say about size: bits per byte by budget and depth, the best size for each budget, and the
+exponent by which that size grows with the budget. Reads the runs of runs/scaling_laws.sh and runs/miniseries.sh.
 
     python -m bench.scaling --series=isoflop --write    # without --write it is only printed
 """
 from configurator import configure
 
-series = "isoflop"          # the tags of the runs begin with it
+series = "isoflop"          # the runs' tags begin with it
 write = False               # put the table into docs/ablations.md
 configure(globals())
 
@@ -20,7 +19,7 @@ from nanochat.runtime.tables import markdown_table
 block = PageBlock("ablations.md", f"bench.scaling --series={series}", write)
 
 lines, notes = [], ""
-best_sizes = {}             # parameters by budget, of lowest points within the sizes that were tried
+best_sizes = {}             # parameters by budget, if the lowest point is within the sizes tried
 for budget, runs in itertools.groupby(read_series(series), key=lambda run: run.budget):  # 0: no budget
     group = list(runs)
     sizes, scores = [run.parameters for run in group], [run.bpb for run in group]

@@ -1,4 +1,4 @@
-"""The runs of a series that have ended, and the size that fits a FLOP budget best. bench.scaling shows them."""
+"""The finished runs of a series, and the best size for a FLOP budget. bench.scaling shows them."""
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from nanochat.training.records import newest_step, read_metrics, step_dir
 
 
 class Run(NamedTuple):
-    """A finished run: its FLOP budget (0: none was set), and what became of it."""
+    """A finished run: its FLOP budget (0: none was set), sizes and result."""
 
     depth: int
     budget: float
@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run | None:
-    """The run in a folder of checkpoints; None where it has not ended with a validation."""
+    """The run in a folder of checkpoints; None if it has not ended with a validation."""
     checkpoint = newest_step(folder)
     if checkpoint is None:
         return None
@@ -41,7 +41,7 @@ def read_run(folder: Path) -> Run | None:
 
 
 def read_series(series: str) -> list[Run]:
-    """All finished runs whose tag begins with the series' name. UserError where there is none."""
+    """All finished runs whose tag begins with the series' name. UserError if there is none."""
     found = []
     for folder in sorted((base_dir() / "base_checkpoints").glob(f"{series}-*")):
         if run := read_run(folder):
@@ -57,7 +57,7 @@ def read_series(series: str) -> list[Run]:
 def fit(sizes: list[int], scores: list[float]) -> tuple[float, float] | None:
     """
     (parameters, bits per byte) of the lowest point of the least-squares parabola in the logarithm of the parameters:
-    approach 2 of Hoffmann et al. 2022, arXiv:2203.15556. None for fewer than three sizes, and where it has no lowest
+    approach 2 of Hoffmann et al. 2022, arXiv:2203.15556. None for fewer than three sizes, or if it has no lowest
     point.
     """
     if len(set(sizes)) < 3:

@@ -1,5 +1,5 @@
 """
-Stage 3 of ZeRO, to be read: each rank keeps 1/N of every unit of the model, and a unit is whole only while it is used.
+Stage 3 of ZeRO, for reading: each rank keeps 1/N of every unit of the model, and a unit is whole only while it is used.
 Training uses PyTorch's fully_shard, which gives the same weights. bench.parallel makes a table of it.
 """
 from typing import Any
@@ -16,7 +16,7 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.collectives import all_gather_single, rank_and_size, reduce_scatter
 
 T, C, UNITS = 32, 64, 8
-UNIT = 12 * C**2  # parameters, which N must divide here
+UNIT = 12 * C**2  # parameters; N must divide them
 CONFIG = GPTConfig(T, UNIT // C, n_layer=UNITS - 2, n_embd=C, n_head=2, n_kv_head=2)
 VARIANTS = {"a unit is gathered when it is used": False, "the next unit is gathered meanwhile": True}  # prefetch?
 STEPS = 3
@@ -31,11 +31,11 @@ class Unit:
         self.params = list(module.parameters())
         self.flat = parameters_to_vector(self.params).detach()
         self.own = nn.Parameter(self.flat.chunk(ranks)[rank].clone())  # for the optimizer
-        vector_to_parameters(self.flat, self.params)  # from now on they are views of it
+        vector_to_parameters(self.flat, self.params)  # now the parameters are views of it
         self.free()
 
     def free(self) -> None:
-        self.flat.untyped_storage().resize_(0)  # autograd keeps views of it, which have memory again when it needs them
+        self.flat.untyped_storage().resize_(0)  # autograd keeps views of it; `gather` gives them memory again
         self.work: Any = None
 
     def gather(self) -> None:
@@ -44,7 +44,7 @@ class Unit:
             self.work = all_gather_single(self.flat, self.own.detach(), async_op=True)
 
     def gradient_computed(self, _: Tensor) -> None:
-        """Of one parameter. After the unit's last one each rank gets the sum of its own part."""
+        """A parameter's hook. After the unit's last gradient each rank gets the sum of its own part."""
         if all(p.grad is not None for p in self.params):
             self.own.grad = torch.empty_like(self.own)
             reduce_scatter(self.own.grad, parameters_to_vector(p.grad for p in self.params)).wait()
@@ -72,13 +72,13 @@ class Stage3:
         self.units[i].work.wait()
 
     def leave(self, i: int, output: Tensor) -> None:
-        if i < UNITS - 1:  # the last one's backward pass follows at once
+        if i < UNITS - 1:  # the last unit's backward pass follows at once
             self.units[i].free()
         output.register_hook(lambda _grad: self.use(i, i - 1))  # before its backward pass
 
 
 def train(model: GPT, params: list[Tensor], kind: type = torch.optim.AdamW) -> int:
-    """STEPS of an optimizer. Returns the bytes that this rank sends in one."""
+    """Take STEPS optimizer steps. Returns the bytes that this rank sends in one."""
     rank, ranks = rank_and_size()
     optimizer = kind(params, lr=0.01)
     watch = Sent()

@@ -1,5 +1,5 @@
 """
-Tensor and sequence parallelism: a block of the real model cut over the ranks, and ways in which that goes wrong.
+Tensor and sequence parallelism: a block of the real model cut over the ranks, and ways to get that wrong.
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198. bench.parallel makes a table of it.
 """
 import copy
@@ -51,7 +51,7 @@ def scatter_sums(x: Tensor) -> Tensor:
     return own
 
 
-# What is done (forward, backward) on entering the layers that are cut, and on leaving them.
+# Operations (forward, backward) on entering the layers that are cut, and on leaving them.
 TENSOR = (torch.clone, all_reduce), (all_reduce, torch.clone)
 SEQUENCE = (all_gather, scatter_sums), (scatter_sums, all_gather)
 STREAM = "tensor: every rank adds the stream before the sum"
@@ -69,7 +69,7 @@ def cut_block(block: Block, variant: str) -> None:
     """This rank computes 1/N of the block's heads, and of its MLP's channels."""
     rank, ranks = rank_and_size()
     for name, p in block.named_parameters():
-        if p.dim() == 2:  # the inputs of the output matrices, the columns of the table; of all others the outputs
+        if p.dim() == 2:  # output matrices are cut by inputs, the table by columns, all others by outputs
             p.data = p.data.chunk(ranks, int(name.endswith(("c_proj.weight", "values.weight"))))[rank]
     attn = block.attn
     attn.n_head //= ranks
@@ -82,12 +82,12 @@ def cut_block(block: Block, variant: str) -> None:
         return normed, *attn.split_heads(attn.linear(normed, weight), cos, sin)
 
     def after_attention(x, y):
-        y = attn.output(y)  # (1, T, C/N) → (1, T, C), on each rank a summand
+        y = attn.output(y)  # (1, T, C/N) → (1, T, C), a summand on each rank
         x = Travel.apply(x + y, *leaving) if variant == STREAM else x + Travel.apply(y, *leaving)
         y = block.mlp(Travel.apply(norm(x), *entering))
         return x + Travel.apply(y, *leaving)
 
-    attn.before_attention = before_attention  # the model's own are these without Travel
+    attn.before_attention = before_attention  # the model's own lack only Travel
     block.after_attention = after_attention
 
 
@@ -98,7 +98,7 @@ def measure(variant: str) -> list[float]:
 
     rank, ranks = rank_and_size()
     here = torch.arange(T)
-    if VARIANTS[variant] is SEQUENCE:  # outside of the layers that are cut a rank has its own positions only
+    if VARIANTS[variant] is SEQUENCE:  # outside the layers that are cut a rank has only its own positions
         here = here.chunk(ranks)[rank]
     sent = 4 * 2 * (ranks - 1) / ranks * 4 * T * C  # four all-reduces
     return compare(Block(CONFIG, 0), on_one, on_ranks, here, sent, summed=variant == "sequence")
@@ -123,9 +123,9 @@ def compare(
     summed: bool = True,
 ) -> list[float]:
     """
-    The COLUMNS, of the rank where each is largest; distances from one rank's output, and the gradient that is furthest,
-    are relative. here: this rank's positions; sent: bytes by the formula; summed: gradients of what every rank has
-    whole are added up over the ranks first.
+    The COLUMNS, each of the rank where it is largest. Distances from one rank's output and gradients are relative; the
+    furthest gradient counts. here: this rank's positions; sent: bytes by the formula; summed: gradients of whole
+    parameters are summed over the ranks first.
     """
     rank, ranks = rank_and_size()
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
 """
-What a rank keeps and sends in a few steps of ZeRO, measured: memory is the storage of all live tensors, traffic what
-each collective sends. bench.zero makes tables of it.
+What a rank keeps and sends in a few steps of ZeRO, measured: memory is the storage of all live tensors, traffic the
+bytes that collectives send. bench.zero makes tables of it.
 """
 import gc
 import time
@@ -25,7 +25,7 @@ KEPT = ("parameters", "gradients", "optimizer")  # the fields of StateBytes
 
 
 def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
-    """{address: bytes} of what tensors live in, each storage once; of sharded tensors, of what is here."""
+    """{address: bytes} of the tensors' storages, each once; of sharded tensors only this rank's part."""
     found = {}
     for t in tensors:
         if t is not None:
@@ -37,8 +37,8 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
 
 def sent_bytes(zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, *parameters: int) -> float:
     """
-    Bytes that a rank sends in an optimizer step, on average over the ranks of one group. parameters: of the model, in
-    Muon's care, of the head.
+    Bytes that a rank sends in an optimizer step, on average over the ranks of one group. parameters: the model's,
+    Muon's, the head's.
 
     In elements, times (N − 1)/N, with A micro-steps: stages 0 and 1 send 2Ψ, stage 2 (A + 1)Ψ, stage 3 A(3Ψ − Ψ_head),
     and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
@@ -49,7 +49,7 @@ def sent_bytes(zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype
 
 
 def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:
-    """Bytes that a rank sends in a collective, as in docs/data_parallel.md; args: those of PyTorch's operation."""
+    """Bytes that a rank sends in a collective, as in docs/data_parallel.md; args: PyTorch's arguments."""
     match name:
         case "allreduce_":  # (tensors, group, …)
             return 2 * (ranks - 1) / ranks * sum(tensor.nbytes for tensor in args[0])
@@ -70,8 +70,8 @@ def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:
 
 class Sent(TorchDispatchMode):
     """
-    While it is on, counts the bytes that this rank sends in every collective, as docs/data_parallel.md has them. All of
-    PyTorch's collectives pass here, FSDP's too; those without a formula are refused.
+    While active, counts the bytes that this rank sends in every collective, by the formulas of docs/data_parallel.md.
+    All of PyTorch's collectives pass here, FSDP's too; those without a formula are refused.
     """
 
     def __init__(self):
@@ -85,7 +85,7 @@ class Sent(TorchDispatchMode):
 
 
 class Kept(torch.autograd.graph.saved_tensors_hooks):
-    """While it is on, notes what autograd keeps for the backward pass."""
+    """While active, notes what autograd keeps for the backward pass."""
 
     def __init__(self):
         super().__init__(self.note, lambda kept: kept)
@@ -96,34 +96,34 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
         return kept
 
     def bytes(self, module: nn.Module) -> int:
-        """Without the module's parameters."""
+        """All but the module's parameters."""
         return sum((self.found | dict.fromkeys(storages(module.parameters()), 0)).values())
 
 
 class Watch(Sent):
-    """Counts what a model sends that is trained in a stage of ZeRO, and what it keeps."""
+    """Counts what a model that is trained on a stage of ZeRO sends and keeps."""
 
     def __init__(self, config: GPTConfig, stage: int, dtype: torch.dtype):
         super().__init__()
         self.model, self.sharding, self.optimizers = set_up_training(config, dtype, torch.device("cpu"), stage)
-        # Stage 3 has none of them.
+        # Stage 3 has neither.
         self.buckets = getattr(self.sharding, "buckets", [])
         self.sending = getattr(self.sharding, "in_flight", ())
         self.passes = 0  # forward passes of this optimizer step
         self.model.register_forward_pre_hook(self.between, prepend=True)
-        self.whole = 0  # most bytes of whole gradients at any moment of a backward pass; on stage 3 not looked at
+        self.whole = 0  # most bytes of whole gradients at any moment of a backward pass; not measured on stage 3
         for p in self.model.parameters():
             p.register_post_accumulate_grad_hook(self.look)
 
     def look(self, _: Tensor) -> None:
-        """Stages 0 to 2: what parameters have, and what is being sent."""
+        """Stages 0 to 2: whole gradients that parameters have, or that are being sent."""
         if self.buckets:
             sending = [whole for *_, whole, _ in self.sending]
             found = storages([*(p.grad for p in self.model.parameters()), *sending])
             self.whole = max(self.whole, sum(found.values()))
 
     def in_flight(self) -> list[Tensor | None]:
-        """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""
+        """What unfinished collectives read and fill; gloo's sums receive into one buffer more."""
         found = []
         for _, work, own, whole, _ in self.sending:
             found += [own, whole, getattr(work, "received", None)]
@@ -145,7 +145,7 @@ class Watch(Sent):
             "gradients": [t.grad for t in params + self.buckets + shards],
             "optimizer": state,
             "in flight": self.in_flight(),
-            # Everything else that Python knows of and that was made since `measure` began: what leaks shows here.
+            # All other tensors that Python knows of and that were made since `measure` began: leaks show here.
             "rest": [t for t in alive if not isinstance(t, DTensor) and t.is_cpu],
         }
         seen: dict[int, int] = {}
@@ -157,7 +157,7 @@ class Watch(Sent):
         return result
 
     def between(self, *_) -> None:
-        """Before a forward pass: a census after the second micro-step, as stage 2 has received all it will keep."""
+        """Before a forward pass: a census after the second micro-step, when stage 2 has received all it will keep."""
         self.passes += 1
         if self.passes == 3:
             time.sleep(0.3)  # gloo's threads let go of what has arrived a moment later
@@ -167,11 +167,11 @@ class Watch(Sent):
 
 def measure(config: GPTConfig, stage: int, dtype: torch.dtype) -> tuple[dict[str, int], int, list[float]]:
     """
-    On this rank, in bytes: a census between micro-steps; most of whole gradients during a backward pass; what it sends
+    On this rank, in bytes: a census between micro-steps; the most whole gradients during a backward pass; what it sends
     in an optimizer step, for each of MICRO_STEPS.
     """
     gc.collect()
-    gc.freeze()  # a later census does not look through what is alive by now
+    gc.freeze()  # a later census skips what is alive now
     watch = Watch(config, stage, dtype)
     rows = random_tokens(config.vocab_size, 1, config.sequence_len + 1, seed=dist.get_rank())
     sent = []
@@ -185,7 +185,7 @@ def measure(config: GPTConfig, stage: int, dtype: torch.dtype) -> tuple[dict[str
 
 
 def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[dict]:
-    """Each stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
+    """Each stage: memory of the fullest rank, traffic as the mean over ranks, and both by the formulas."""
     results = []
     (model,) = split_into_stages(config)
     counts = model.adamw + model.muon, model.muon, config.padded_vocab_size * config.n_embd

@@ -1,5 +1,5 @@
 """
-What the stages of ZeRO keep and send, measured beside the formulas: the table of docs/zero.md.
+What the stages of ZeRO keep and send, measured and by the formulas: the table of docs/zero.md.
 
     python -m bench.zero --write    # without --write it is only printed
 
@@ -21,7 +21,7 @@ from nanochat.runtime.tables import markdown_table
 
 block = PageBlock("zero.md", "bench.zero", write)
 
-# With a vocabulary of 12 times the width every unit is as large as every other; few tokens: only parameters matter.
+# With a vocabulary of 12 times the width all units are equally large; with few tokens only parameters matter.
 CONFIG = GPTConfig(sequence_len=32, vocab_size=12 * 128, n_layer=10, n_embd=128, n_head=2, n_kv_head=2)
 UNIT = 4 * 12 * 128**2      # bytes of a unit's gradients in float32
 
