@@ -7,7 +7,7 @@ export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
     TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor-$(id -un)-$ATEN_CPU_CAPABILITY}"
 # Under nohup a lost connection should stop nothing, but torchrun would act on the signal.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
-# Seconds for a save before torchrun kills its ranks; torch 2.11 has neither this nor the option, and waits 30.
+# Seconds for a save before torchrun kills its ranks; torch 2.11 has neither this variable nor the option, and waits 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 [ -z "${NANOCHAT_NO_VENV:-}" ] || return 0
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1) || {
@@ -28,7 +28,7 @@ case $(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null) 
     export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$(pip_setting index-url)}"
     export UV_FIND_LINKS="${UV_FIND_LINKS:-$(pip_setting find-links)}" UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1
     echo "installing into .venv ..."
-    .venv/bin/python -c pass 2>/dev/null ||  # it is missing, or its Python is
+    .venv/bin/python -c pass 2>/dev/null ||  # .venv or its Python is missing
         uv venv --quiet --seed --allow-existing --python "${PYTHON:->=3.11,<3.14}" .venv || return 1
     install="uv pip install --quiet --python .venv/bin/python"  # keeps an installed torch
     [ "$(uname)" != Linux ] || [ -z "$wheels" ] ||

@@ -71,6 +71,6 @@ def measure(variant: str) -> list[float]:
 
     mixture = nn.ParameterDict({"router": torch.empty(C, EXPERTS), "c_fc": torch.empty(EXPERTS, C, 4 * C),
                                 "c_proj": torch.empty(EXPERTS, 4 * C, C)})
-    # Rows go there and back, and so do gradients, if all experts get as many.
+    # Rows go there and back, and so do gradients, if all experts get equally many.
     sent = 4 * (ranks - 1) / ranks * TOP * T / ranks * C * 4
     return compare(mixture, on_one, on_ranks, torch.arange(T).chunk(ranks)[rank], sent)

@@ -9,7 +9,7 @@ from typing import Literal
 from configurator import configure
 
 idea: Literal["optimizers", "batch"] = "batch"
-only = ""                   # lines of the table that begin so; empty: all
+only = ""                   # lines of the table that begin with this; empty: all
 write = False               # put the table into docs/two_loops.md (batch), docs/ablations.md (optimizers)
 configure(globals())
 

@@ -6,7 +6,7 @@ model that fits. Formulas of nanochat/plan/; the tables and the picture of docs/
 """
 from configurator import configure
 
-most_gpus = 8192            # [8..] the tables end there
+most_gpus = 8192            # [8..] where the tables end
 write = False               # put tables and picture into docs
 configure(globals())
 

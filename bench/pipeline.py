@@ -34,7 +34,7 @@ STEPS = 4                   # the first one allocates and does not count
 
 
 def timed_steps(rank: int, ranks: int, micro_batches: int) -> list[list[dict]]:
-    """Of each step and rank {(forward?, micro-batch): seconds}, in the order of the passes."""
+    """For each step and rank {(forward?, micro-batch): seconds}, in the order of the passes."""
     passes = {}
 
     def timed(is_forward: bool, function):

@@ -160,7 +160,7 @@ class Watch(Sent):
         """Before a forward pass: a census after the second micro-step, when stage 2 has received all it will keep."""
         self.passes += 1
         if self.passes == 3:
-            time.sleep(0.3)  # gloo's threads let go of what has arrived a moment later
+            time.sleep(0.3)  # gloo's threads release received tensors a moment later
             gc.collect()
             self.memory = self.census()
 

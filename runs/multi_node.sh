@@ -4,8 +4,8 @@
 #     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --depth=20 --resume=auto
 #     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --depth=20 --resume=auto
 #
-#     NNODES              number of machines. A range such as 1:4 lets the run go on while machines leave and come
-#                         back; it needs no NODE_RANK. The machine of MASTER_ADDR must stay.
+#     NNODES              number of machines. A range such as 1:4 lets the run go on with any number in it, as machines
+#                         leave and return; it needs no NODE_RANK. The machine of MASTER_ADDR must stay.
 #     MASTER_ADDR         where the others reach the first node; MASTER_PORT (29500) must be free there
 #     NPROC               ranks on this node; default: one for each GPU, or one
 #     NANOCHAT_BASE_DIR   on a file system that all nodes share: all ranks write pieces of a checkpoint
@@ -31,7 +31,7 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 [ "$gpus" -ge 1 ] || gpus=1
 # Under nohup a lost connection should stop nothing, but torchrun would act on the signal.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
-# Seconds for a save before torchrun kills its ranks; torch 2.11 has neither this nor the option, and waits 30.
+# Seconds for a save before torchrun kills its ranks; torch 2.11 has neither this variable nor the option, and waits 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 # exec: a signal to this script reaches torchrun, which passes it on; then every rank finishes its step and saves.
 exec torchrun --nnodes="$NNODES" --nproc-per-node="${NPROC:-$gpus}" "${meeting[@]}" \

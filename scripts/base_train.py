@@ -196,7 +196,7 @@ while True:
     step = session.step
 
     # --- checkpoint of the parameters before this step, if one is due. The Session also saves them if an error, such as
-    # one in an evaluation, ends all ranks before the next update (not on zero_stage 3: it needs working collectives)
+    # one in an evaluation, ends all ranks before the next update (not on zero_stage 3: that needs working collectives)
     session.save_if_due(data_state=data_state)
     if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
@@ -255,7 +255,8 @@ while True:
     count = filled if pipeline.is_last else 0.0
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
     lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
-    with session.update(stats, lrm):  # ends with session.step += 1. An error in here saves nothing: half is updated
+    # An error in here saves nothing, because parameters are half updated. It ends with session.step += 1.
+    with session.update(stats, lrm):
         for optimizer in optimizers:
             optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
         sharding.all_gather_params()

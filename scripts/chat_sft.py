@@ -30,7 +30,7 @@ source_step: int | None = None  # step of its checkpoint to start from; None: th
 tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over; [:n]: the first n
 keep = 0.0                  # [0..] conversations of the previous stage to repeat for each new one, against forgetting
 max_seq_len = -1            # [-1, 1..] longest conversation in tokens; longer ones are split; -1: as in the model
-num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: hundreds many times, thousands once
+num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: hundreds several times, thousands once
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs take
 # ---- Batch
 device_batch_size = 4       # [1..] conversations per rank and micro-step; halve it when memory runs out

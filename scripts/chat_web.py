@@ -32,7 +32,7 @@ host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this 
 port = 8000                 # [0..65535] 0: any free port
 allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only these and localhost are answered then
 # ---- Answers
-max_batch = 16              # [1..] answers that each engine writes at once for one address; one more is for others
+max_batch = 16              # [1..] answers that an engine writes at once for one address; one more place is for others
 max_new_tokens = 1024       # [1..] tokens of an answer; clients that ask for more get this many
 temperature = 0.6           # [0..] if a request sets none; 0: always the most probable token
 top_k = 50                  # [0..] if a request sets none: only the k most probable tokens; 0: all
@@ -70,7 +70,7 @@ sources = names(source)
 if not sources or len(set(sources)) < len(sources):
     raise UserError(f"source={source!r} must name one stage or several different ones, such as 'sft, rl'")
 
-# The port comes first: an error is known at once, and a model takes longer to load. Connections wait.
+# The port comes first: a conflict is known at once, and a model takes longer to load. Connections wait.
 try:
     listener = socket.create_server((host, port))
     # Connections inherit this option. asyncio sets it only for sockets that name their protocol. Without it each
