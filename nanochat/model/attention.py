@@ -9,12 +9,12 @@ from torch import Tensor
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import first_line
 
-# Queries per block on a CPU, in rows of up to 512 tokens and in longer ones: fewer and larger products, or fewer scores
-# that no query sees.
+# Queries per block on a CPU, in rows of up to 512 tokens and in longer ones: enough for the rate of a matrix product,
+# and few enough to skip many hidden scores.
 QUERY_BLOCKS = 64, 128
-# In longer rows the probabilities that the backward pass keeps (B · H · T · T / 2) outweigh the time saved.
+# In longer rows the memory of the kept probabilities (B · H · T · T / 2) outweighs the time saved.
 BLOCKWISE_MAX_LENGTH = 2048
-# torch 2.11 hands groups to the same kernels without being told of them.
+# From torch 2.12 on, `enable_gqa` must be passed for groups; 2.11 does not need it.
 GROUPS_ARE_NAMED = torch.__version__ >= "2.12"
 
 
@@ -27,14 +27,14 @@ def attention(
     begins: Tensor | None = None,
 ) -> Tensor:
     """
-    softmax(q kᵀ / √D) v over the last `window` keys at or before each query, its own included.
+    softmax(q kᵀ / √D) v, each query over the last `window` keys, up to and including its own.
 
     q: (B, T, H, D); k, v: (B, T, H_kv, D) with H a multiple of H_kv: consecutive query heads share a key head.
-    Returns (B, T, H, D) in q's dtype. documents: their offsets, see `GPT.forward`, where `has_varlen`; without them
-    begins, see `document_begins`. No query sees a key before its document.
+    Returns (B, T, H, D) in q's dtype. documents: their offsets, see `GPT.forward`; only where `has_varlen`. Without
+    them, `begins` is read, see `document_begins`. No query sees keys before its document.
 
-    On a GPU FlashAttention: scores beyond windows and documents are not computed. On a CPU blocks of queries, two plain
-    matrix products each, measured faster than scaled_dot_product_attention. Else that function.
+    A GPU uses FlashAttention, which skips scores outside windows and documents. A CPU uses blocks of queries, two plain
+    matrix products each, measured faster than scaled_dot_product_attention, which is the fallback.
     """
     length = q.size(1)
     if documents is not None:
@@ -51,7 +51,7 @@ def varlen_attention(
     window: int,
     documents: Tensor,
 ) -> Tensor:
-    """`attention` in one call. No document is longer than a row: the host need not know how long the longest is."""
+    """`attention` in one call. The row length bounds every document: the host need not know the longest one."""
     from torch.nn.attention.varlen import varlen_attn
 
     length = q.size(1)
@@ -66,9 +66,9 @@ def varlen_attention(
 @functools.cache
 def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> bool:
     """
-    Whether `varlen_attention` computes here what `masked_attention` does, tried once: with FlashAttention 4 where it is
-    installed (the extra `gpu`), else with the FlashAttention 2 in torch. Older GPUs and float32 have neither. group:
-    query heads of each key head; kernels differ by it.
+    Whether `varlen_attention` matches `masked_attention` on this device, tested once: with FlashAttention 4 if it is
+    installed (the extra `gpu`), else with torch's FlashAttention 2. Older GPUs and float32 have neither. group: query
+    heads per key head; kernels depend on it.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
@@ -86,7 +86,7 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, group: i
             why = f"its error is {error:.1%}"
         except ModuleNotFoundError:
             continue
-        # Any kind of error counts: there is another kernel.
+        # Catch any error: there is another kernel.
         except Exception as error:
             why = first_line(error)
         print0(f"not using FlashAttention {version}: {why}")
@@ -95,12 +95,12 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, group: i
 
 def varlen_error(device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> float:
     """
-    How far `varlen_attention` is from `masked_attention`, as a part of it: the largest of the results and of the
-    gradients of queries, keys and values, with and without a window.
+    The largest relative error of `varlen_attention` against `masked_attention`, in results and in gradients of queries,
+    keys and values, with and without a window.
     """
     rows, length = 2, 320
     errors = []
-    # The first pass may be an evaluation.
+    # The first pass may be an evaluation, without gradients.
     with torch.inference_mode(False), torch.enable_grad():
         documents = torch.tensor([0, 1, 200, length, 2 * length, 2 * length], dtype=torch.int32, device=device)
         begins = document_begins(documents, rows, length)
@@ -123,7 +123,7 @@ def masked_attention(
     window: int,
     begins: Tensor | None,
 ) -> Tensor:
-    """`attention` by scaled_dot_product_attention, which computes all scores where it takes a mask."""
+    """`attention` by scaled_dot_product_attention, which computes all scores if it gets a mask."""
     length = q.size(1)
     group = q.size(2) // k.size(2)
     q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
@@ -135,7 +135,7 @@ def masked_attention(
         v = v.repeat_interleave(group, dim=1)
         mask = visible(0, length, 0, window, q.device, begins)  # (T, T) or (B, T, T)
         if begins is not None:
-            # The same for every head.
+            # One mask for all heads.
             mask = mask[:, None]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return y.transpose(1, 2)
@@ -149,8 +149,8 @@ def blockwise_attention(
     begins: Tensor | None = None,
 ) -> Tensor:
     """
-    The same by blocks of queries, each against the keys that one of its queries sees in one of the rows, and a few
-    more: scores after the block, before its window or before its documents are never computed. Softmax in float32.
+    `attention` by blocks of queries. A block reads only the keys from its first query's window, or from the earliest
+    document there in any row, to its own end. Softmax in float32.
     """
     B, T, H, D = q.shape
     q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
@@ -162,13 +162,13 @@ def blockwise_attention(
 
 def query_blocks(length: int, window: int, begins: Tensor | None = None) -> list[tuple[int, int, int]]:
     """
-    (first query, end of queries and keys, first key) of each block. First keys are multiples of a block, as products
-    of a new shape take time once.
+    (first query, end of queries and keys, first key) of each block. First keys are multiples of a block: the first
+    product of each shape is slow.
     """
     small, large = QUERY_BLOCKS
     size = small if length <= 512 else large
     starts = range(0, length, size)
-    # The earliest begin, over the rows, of the document at a block's first query.
+    # Per block, where the document of its first query begins: the earliest of all rows.
     documents = [0] * len(starts) if begins is None else begins[:, ::size].amin(0).tolist()
     return [
         (start, min(start + size, length), max(start - window, document // small * small, 0))
@@ -178,8 +178,8 @@ def query_blocks(length: int, window: int, begins: Tensor | None = None) -> list
 
 class BlockwiseAttention(torch.autograd.Function):
     """
-    q: (N, G, T, D); k, v: (N, T, D). The products also scale, mask and add up, so between them there is only one pass
-    over the scores each way. Kept for the backward pass: the probabilities, in the inputs' dtype.
+    q: (N, G, T, D); k, v: (N, T, D). The products also scale, mask and accumulate, so each direction needs only one
+    other pass over the scores. Keeps the probabilities for the backward pass, in the inputs' dtype.
     """
 
     @staticmethod
@@ -201,7 +201,7 @@ class BlockwiseAttention(torch.autograd.Function):
             bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf")).view(-1, 1, 1, *unseen.shape[-2:])
             scores = bias.repeat(1, N // len(bias), G, 1, 1).view(N, -1, end - first)  # (N, G · rows, keys)
             rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G · rows, D)
-            # Added in place: a copy of the masks costs as much as the softmax.
+            # In place: a copy of the masks would cost as much as the softmax.
             p = torch.baddbmm(scores, rows, k[:, first:end].mT, alpha=D**-0.5, out=scores).softmax(-1)
             if any(ctx.needs_input_grad):
                 kept.append(p)
@@ -220,7 +220,7 @@ class BlockwiseAttention(torch.autograd.Function):
             rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G · rows, D)
             grad_rows = grad[:, :, start:end].reshape(N, -1, D)
             grad_p = torch.bmm(grad_rows, v[:, first:end].mT)                   # (N, G · rows, keys)
-            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)  # of those that were scaled
+            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)  # of the scaled scores
             grad_q[:, :, start:end] = torch.bmm(grad_scores, k[:, first:end]).view(N, G, -1, D) * D**-0.5
             # Blocks share keys: their gradients are added in place.
             keys_sum = grad_k[:, first:end]
@@ -231,7 +231,7 @@ class BlockwiseAttention(torch.autograd.Function):
 
 
 def token_before(x: Tensor, begins: Tensor | None) -> Tensor:
-    """x (B, T, …) moved by one position: of each token that of the one before it, zeros where a document begins."""
+    """x (B, T, …) shifted by one position: each token gets the previous token's; zeros where a document begins."""
     before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
     if begins is None:
         return before
@@ -242,7 +242,7 @@ def token_before(x: Tensor, begins: Tensor | None) -> Tensor:
 def offset_keys(k: Tensor, begins: Tensor | None) -> Tensor:
     """
     Keys (B, T, H, D) whose slow channels (the half that `rotate` turns least) come from the token before, or are zeros
-    where a document begins. Then one layer can find what followed a token the last time. Partial key offset:
+    where a document begins. Then a single layer can find what followed a token last time. Partial key offset:
     modded-nanogpt, 2025.
     """
     fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, T, H, 2, D/4): `rotate` pairs the 2
@@ -260,7 +260,7 @@ def visible(
 ) -> Tensor:
     """
     (end − start, end − first) bool: which keys, from `first` on, each of the queries from `start` to `end` sees.
-    begins (…, end − start): the position where each query's document begins; (…, end − start, end − first) then.
+    begins (…, end − start): where each query's document begins; then the result is (…, end − start, end − first).
     """
     query = torch.arange(start, end, dtype=torch.int32, device=device)[:, None]
     key = torch.arange(first, end, dtype=torch.int32, device=device)
@@ -271,7 +271,7 @@ def visible(
 
 
 def document_begins(documents: Tensor, rows: int, length: int) -> Tensor:
-    """Offsets, see `GPT.forward` → (rows, length): the position in its row where the document of each token begins."""
+    """Offsets (see `GPT.forward`) → (rows, length): the position in its row where each token's document begins."""
     place = torch.arange(rows * length, device=documents.device, dtype=documents.dtype)
     last = torch.searchsorted(documents, place, right=True) - 1
     return (documents[last] % length).view(rows, length)

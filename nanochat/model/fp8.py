@@ -1,8 +1,8 @@
 """
-Products of matrices in 8 bits, at twice the rate of bfloat16 on GPUs from Hopper on. Micikevicius et al. 2022,
+Matrix products in 8 bits, at twice the rate of bfloat16 on Hopper and later GPUs. Micikevicius et al. 2022,
 arXiv:2209.05433: activations and weights have 3 bits of mantissa (e4m3), gradients 2 bits and a larger range (e5m2).
-Each tensor is scaled so that its largest number is the largest of its format; sums are float32.
-Passes without gradients (validation, CORE, samples) multiply in the model's own dtype, as whoever loads it will.
+Each tensor is scaled so that its largest value becomes the format's largest; sums are float32.
+Passes without gradients (validation, CORE, samples) multiply in the model's own dtype, as its users will.
 """
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,13 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 # cuBLAS takes operands whose two sizes are multiples of this.
 MULTIPLE = 16
-# The narrowest model that is known to gain, 22 layers (nanochat, pull request 830): what has to be converted grows with
-# the width, what is multiplied with its square.
+# The narrowest model known to gain, 22 layers (nanochat, pull request 830): the cost of casts grows with the width,
+# the cost of products with its square.
 MIN_WIDTH = 1408
 
 
 def fp8_pays(device: torch.device, width: int, tokens: int) -> bool:
-    """Whether the products of such a model are faster in 8 bits on this device: an H100, H200 or B200, compiled."""
+    """Whether a model this wide multiplies faster in 8 bits on this device: an H100, H200 or B200, compiled."""
     if device.type != "cuda" or width < MIN_WIDTH or tokens % MULTIPLE:
         return False
     major, _ = torch.cuda.get_device_capability(device)
@@ -32,8 +32,8 @@ def fp8_pays(device: torch.device, width: int, tokens: int) -> bool:
 
 def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
     """
-    Let the blocks multiply with their matrices in 8 bits. UserError for a GPU without such products, and for a number
-    of tokens in a micro-batch that they cannot take.
+    Let blocks and head multiply with their matrices in 8 bits. UserError for a GPU without 8-bit products, and for a
+    number of tokens in a micro-batch that they cannot take.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         raise UserError(f"fp8=True needs an H100 or newer; this is {torch.cuda.get_device_name(device)}: leave fp8 out")
@@ -48,7 +48,7 @@ def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear(x, weight) of 8-bit copies, forward and backward: x (…, K), weight (M, K) → (…, M) in x's dtype."""
+    """F.linear(x, weight) with 8-bit copies, forward and backward: x (…, K), weight (M, K) → (…, M) in x's dtype."""
     if not torch.is_grad_enabled():
         return x @ weight.T
     return Fp8Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
@@ -73,7 +73,7 @@ class Fp8Products:
         return product(rows8, scale, self.head, self.scale, self.dtype, fast=True)
 
     def gradients(self, grad: Tensor, total: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        # Rows of the logits' gradient may be e^20 apart, more than 8 bits span: each is multiplied where it is cast.
+        # Rows of the logits' gradient may differ by e^20, more than 8 bits span: each is rescaled during the cast.
         grad_scale = scale_for(weights.abs().amax(), E5M2)
         grad8, grad_columns = cast(grad, None, grad_scale, E5M2, factor=weights / total)
         _, rows_columns, rows_scale = scaled(rows, E4M3)
@@ -99,7 +99,7 @@ class Fp8Linear(torch.autograd.Function):
 
 
 class Fp8MLP(torch.autograd.Function):
-    """Both products of an MLP with relu² between them, which is computed where it is cast and never kept."""
+    """Both products of an MLP with relu² between them, which is computed during the cast and never kept."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
@@ -118,10 +118,10 @@ class Fp8MLP(torch.autograd.Function):
         x8_columns, x_scale, in8_columns, in_scale, hidden, square_scale, out8_columns, out_scale = ctx.saved_tensors
         dtype = grad.dtype
         grad8, grad8_columns, grad_scale = scaled(grad, E5M2)
-        # Cast again: kept, relu² would take an eighth more memory at depth 22.
+        # Cast again: keeping relu² would take an eighth more memory at depth 22.
         _, square8_columns = cast(None, hidden, square_scale, E4M3, by_rows=False)
         grad_out = product(grad8_columns, grad_scale, square8_columns, square_scale, dtype)
-        wide = product(grad8, grad_scale, out8_columns, out_scale, dtype)  # (N, 4 C), of relu²
+        wide = product(grad8, grad_scale, out8_columns, out_scale, dtype)  # (N, 4 C), gradient of relu²
         wide_scale = scale_for((2 * F.relu(hidden).float() * wide).abs().amax(), E5M2)
         wide8, wide8_columns = cast(wide, hidden, wide_scale, E5M2)
         grad_in = product(wide8_columns, wide_scale, x8_columns, x_scale, dtype)
@@ -135,7 +135,7 @@ def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale, float32, for numbers of which none is larger. One that is not finite makes all of them NaN."""
+    """The scale, float32, of numbers up to `largest`. If that is not finite, all of them become NaN."""
     return largest.float().clamp(min=1e-30) / torch.finfo(dtype).max
 
 
@@ -148,8 +148,8 @@ def product(
     fast: bool = False,
 ) -> Tensor:
     """
-    a (N, K) times b (M, K) transposed, both scaled and contiguous. fast: a GPU adds with fewer bits, enough for a
-    forward pass.
+    a (N, K) times b (M, K) transposed, both scaled and contiguous. fast: a GPU accumulates in fewer bits, enough
+    for a forward pass.
     """
     # Torch's own kernel takes seconds on some CPUs.
     if a.device.type == "cpu":

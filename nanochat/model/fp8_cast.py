@@ -1,12 +1,12 @@
 """
-A matrix in 8 bits by rows and by columns, read once. An H100 multiplies 8-bit operands only along contiguous numbers,
-so a training step needs both, and code that torch generates writes the transposed one slowly (docs/LOG.md).
+Casts a matrix to 8 bits by rows and by columns in one read. An H100 multiplies 8-bit operands only along contiguous
+numbers, so a training step needs both; torch's generated code writes the transposed copy slowly (docs/LOG.md).
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows and columns of what one program of the kernel casts: 2.8 of an H100's 3.35 TB/s.
+# Rows and columns that one program of the kernel casts: 2.8 of an H100's 3.35 TB/s.
 BLOCK = 128
 
 
@@ -16,9 +16,9 @@ def cast(
     by_columns: bool = True, factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    value / scale as `dtype`: (N, K), and transposed (K, N); what is not wanted is empty. scale: float32, one number.
-    value: x (N, K); without x relu(hidden)²; with both the gradient of hidden, x being that of relu(hidden)². factor:
-    (N,) float32, of each row of the value.
+    value / scale as `dtype`: (N, K), and transposed (K, N); an unwanted copy is empty. scale: float32, one number.
+    value: x (N, K); without x, relu(hidden)²; with both, the gradient of hidden, x being that of relu(hidden)². factor:
+    (N,) float32, multiplies each row.
     """
     if hidden is None:
         value = x.float()

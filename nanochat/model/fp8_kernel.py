@@ -1,4 +1,4 @@
-"""The kernel of fp8_cast.py, in a file of its own, as Triton is there only where a GPU is."""
+"""The kernel of fp8_cast.py, in its own file because Triton comes with torch for CUDA only."""
 import triton
 import triton.language as tl
 

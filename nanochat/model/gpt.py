@@ -4,7 +4,7 @@ The model, without optimizers and sharding.
 A GPT with rotary positions, RMSNorm without weights (after the embedding, before attention, MLP and head), queries and
 keys normalized after the rotation, ReLU² in the MLP, no biases, an untied head with softcapped logits. Output
 projections start at zero, so that every block begins as the identity. That is the classic architecture; the pieces of
-gpt_config.py add to it. A block is in layers.py.
+gpt_config.py add to it. Blocks are in layers.py.
 """
 import math
 import zlib
@@ -77,13 +77,13 @@ class GPT(nn.Module):
 
     def draw(self, name: str, seed: int) -> Tensor:
         """
-        The first weights of a parameter, float32 on the CPU, from a generator of its own (seed, name): they do not
-        depend on the model's other parameters, on ranks or sharding.
+        A parameter's initial weights, float32 on the CPU, from its own generator (seed, name): they do not depend on
+        the model's other parameters, on ranks or sharding.
         """
         config = self.config
         # A uniform distribution with standard deviation 1/√width.
         bound = math.sqrt(3 / config.n_embd)
-        # 32 bits, because a CPU's generator reads no more of its seed.
+        # 32 bits, because a CPU's generator ignores the seed's other bits.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weights = torch.empty(self.get_parameter(name).shape)
         match name.removesuffix(".weight").split(".")[-1]:
@@ -126,7 +126,7 @@ class GPT(nn.Module):
         return Positions(cos, sin, of_any_number(documents), begins)
 
     def embed(self, tokens: Tensor, positions: Positions) -> Streams:
-        """tokens (B, T) → what the first block reads."""
+        """tokens (B, T) → the first block's input."""
         x = self.transformer.wte(tokens, positions.begins)
         return Streams(x, x, x) if self.config.streams > 1 else Streams(x)
 
@@ -153,7 +153,7 @@ class GPT(nn.Module):
         return streams
 
     def keep_layers(self, layers: range) -> None:
-        """Remove the other blocks, the embedding if the first block is not kept, the head if the last one is not."""
+        """Remove all other blocks, the embedding unless the first block is kept, the head unless the last one is."""
         if layers.start > 0:
             self.transformer.wte = nn.Identity()
         if layers.stop < self.config.n_layer:
@@ -164,7 +164,7 @@ class GPT(nn.Module):
                 self.transformer.h[layer] = nn.Identity()
 
     def own_blocks(self) -> list[Block]:
-        """The blocks that `keep_layers` has left; all, if it was not called."""
+        """The blocks that `keep_layers` kept; all, if it was not called."""
         return [block for block in self.transformer.h if isinstance(block, Block)]
 
     def forward(
@@ -176,18 +176,18 @@ class GPT(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """
-        Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
-        in nats, the mean or sum over the targets, or with "none" of each target (B, T), without gradient.
+        Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 for none: the loss in nats, the
+        mean or sum over the targets, or with "none" each target's (B, T), without gradient.
         weights (B, T), float32: a factor for each target's loss in a sum. A target beyond the
         vocabulary has an infinite loss, so its step is skipped.
 
-        documents (N + 1,), int32: where documents begin in the rows end to end, as each row does, and B · T. A model
-        with `document_token` keeps them apart; None: each row is one.
+        documents (N + 1,), int32: where documents begin in the concatenated rows (each row begins one), then B · T. A
+        model with `document_token` keeps documents apart; None: each row is one.
         """
         return self.lm_head(self.hidden(tokens, documents), targets, weights, reduction)
 
     def documents_in(self, tokens: Tensor) -> Tensor:
-        """Where documents begin in rows (B, T), as `forward` takes it. A GPU is waited for."""
+        """Where documents begin in rows (B, T), as `forward` takes it. Waits for a GPU."""
         begins = tokens == self.config.document_token
         begins[:, 0] = True
         return F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).int()
@@ -211,7 +211,7 @@ class GPT(nn.Module):
                 if prefix.endswith("smear") or name in ("smear_scale", "middle_scale"):
                     role = "smear"
                 elif name == "weight":
-                    # The first class that fits: Embedding is a Table, and fully_shard makes subclasses of all.
+                    # The first class that fits: Embedding is a Table, and fully_shard subclasses all of them.
                     role = next(kinds[kind] for kind in kinds if isinstance(module, kind))
                 roles[f"{prefix}.{name}"] = role
         return roles
@@ -224,18 +224,18 @@ class GPT(nn.Module):
     def estimate_flops(self) -> int:
         """
         FLOPs per token of a training step, forward and backward: 6 per parameter of matrices and head, and 12 · width ·
-        window per layer for attention in full. Tables are lookups; gates and scalars are left out. Chowdhery et al.
-        2022, arXiv:2204.02311, appendix B.
+        window per layer for attention, masked scores included. Tables are lookups; gates and scalars are left out.
+        Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
         """
         windows = sum(map(self.config.window, range(self.config.n_layer)))
         return 6 * self.count_parameters("matrix", "head") + 12 * self.config.n_embd * windows
 
-    # Not inference_mode: on stage 3 training goes on with the memory that units are gathered into.
+    # Not inference_mode: on stage 3, training reuses the memory that units are gathered into.
     @torch.no_grad()
     def generate(self, tokens: list[int], max_tokens: int):
         """
-        Yields up to max_tokens further tokens, each the most likely one after a full pass over all before it: slow and
-        plain. The engine is compared with it.
+        Yields up to max_tokens more tokens, each the most likely one after a full pass over all tokens before it. Slow
+        and simple: the engine's reference.
         """
         ids = torch.tensor([tokens], device=self.lm_head.weight.device)
         for _ in range(max_tokens):
@@ -248,6 +248,6 @@ class GPT(nn.Module):
 
 
 def model_without_memory(config: GPTConfig) -> GPT:
-    """A model on the device "meta": parameters have shapes, but no memory for random weights that would be replaced."""
+    """A model on the device "meta": parameters have shapes, but no memory, as random weights would be replaced."""
     with torch.device("meta"):
         return GPT(config)

@@ -1,7 +1,7 @@
 """
-Everything that determines the shapes of a model: its sizes, and its pieces. The classic architecture, that of published
-checkpoints, has none of the pieces; each can be added alone. The pieces of modern models depend on depth: small models
-have what won on a CPU (docs/ablations.md), large ones what won elsewhere at depths of 12 to 24 (docs/gpus.md).
+Everything that determines a model's shapes: its sizes and its pieces. The classic architecture of published checkpoints
+has no pieces; each can be added alone. The pieces of modern models depend on depth: small models have the pieces that
+won on a CPU (docs/ablations.md), large ones also those that won elsewhere at depths of 12 to 24 (docs/gpus.md).
 """
 import math
 from dataclasses import MISSING, dataclass, fields
@@ -13,7 +13,7 @@ LOGIT_SOFTCAP = 15.0
 MAX_SOFTCAP = 64
 # The vocabulary is padded to a multiple, so that the largest matrix product has whole tiles.
 VOCAB_MULTIPLE = 64
-# A model of the one-number family is this wide for each of its layers, as nanochat's.
+# Width per layer of a model of the one-number family, as in nanochat.
 LAYER_WIDTH = 64
 HEAD_DIM = 128
 ARCHITECTURES = {    # named sets of pieces
@@ -21,7 +21,7 @@ ARCHITECTURES = {    # named sets of pieces
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, key_offset=True, embedding_std=0.8,
                    fc_scale=0.4),
 }
-# The depth from which on modern models also have LARGE: what won at depths of 12 to 24, not on a CPU.
+# From this depth on, modern models also have LARGE: pieces that won at depths of 12 to 24, not on a CPU.
 LARGE_DEPTH = 12
 LARGE = dict(stream_scales=True, subtract_middle=True, narrow_gates=True, qk_scale=1.2, rope_theta=100_000.0)
 
@@ -39,17 +39,17 @@ class GPTConfig:
     softcap: float | None = LOGIT_SOFTCAP  # limit of the logits; None or 0: none
     # ---- Pieces
     rope_theta: float = 10_000.0    # base of the rotary wavelengths
-    qk_scale: float = 1.0           # normalized queries and keys are multiplied by it: sharper attention
-    short_windows: bool = False     # three of four layers see a quarter of sequence_len, each fourth and the last all
-    value_embeddings: bool = False  # alternate layers, the last one included, add a gated vector of the token to values
+    qk_scale: float = 1.0           # factor of normalized queries and keys: sharper attention
+    short_windows: bool = False     # three of four layers see a quarter of sequence_len; every fourth and the last, all
+    value_embeddings: bool = False  # alternate layers, including the last, add a gated vector of the token to values
     smear: bool = False             # the embedding adds a gated part of the previous token's embedding
-    key_offset: bool = False        # half of each key is that of the token before, in layers that see all
-    document_token: int = -1        # begins a document, whose tokens see none before it; −1: a row is one text
-    narrow_gates: bool = False      # gates read 12 or 24 channels, are at most 3 for values and 1 for the smear
-    stream_scales: bool = False     # a block begins with a learned sum of its input and the first block's
-    subtract_middle: bool = False   # the last block ends with less of the stream after block n_layer/2, as learned
-    embedding_std: float = 1.0      # at the start
-    fc_scale: float = 1.0           # of c_fc at the start, relative to 1/√width
+    key_offset: bool = False        # in layers that see all, half of each key is the previous token's
+    document_token: int = -1        # begins a document, whose tokens see nothing before it; −1: a row is one text
+    narrow_gates: bool = False      # gates read 12 or 24 channels; their limit is 3 for values, 1 for the smear
+    stream_scales: bool = False     # a block begins with a learned sum of its input and the first block's input
+    subtract_middle: bool = False   # the last block subtracts a learned part of the stream after block n_layer/2
+    embedding_std: float = 1.0      # initial
+    fc_scale: float = 1.0           # initial scale of c_fc, relative to 1/√width
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not 0 <= self.softcap <= MAX_SOFTCAP:
@@ -65,21 +65,21 @@ class GPTConfig:
 
     @property
     def streams(self) -> int:
-        """Tensors (B, T, C) that a block hands on: the residual stream; the first block's input, and the middle."""
+        """How many tensors (B, T, C) a block passes on: the residual stream; the first block's input; the middle."""
         return 3 if self.stream_scales or self.subtract_middle else 1
 
     def offsets_keys(self, layer: int) -> bool:
         return self.key_offset and self.window(layer) == self.sequence_len
 
     def window(self, layer: int) -> int:
-        """The largest number of keys that a query of this layer sees, its own included."""
+        """The largest number of keys that a query of this layer sees, including its own."""
         whole = not self.short_windows or layer % 4 == 3 or layer == self.n_layer - 1
         return self.sequence_len if whole else math.ceil(self.sequence_len / 4)
 
 
 def parse_architecture(arch: str) -> tuple[str, dict]:
     """
-    (name, changes) of "modern,smear=False,head_dim=64"; name "" where there are changes only, or nothing. UserError for
+    (name, changes) of "modern,smear=False,head_dim=64"; name is "" if there are only changes, or nothing. UserError for
     unknown names, pieces and values.
     """
     name, *parts = arch.split(",")
@@ -104,7 +104,7 @@ def parse_architecture(arch: str) -> tuple[str, dict]:
 
 
 def architecture(arch: str, depth: int = 1) -> dict:
-    """The pieces of an architecture at this depth; arch: as `parse_architecture`, without a name it is modern."""
+    """The pieces of an architecture at this depth; arch: see `parse_architecture`; without a name, modern."""
     name, changes = parse_architecture(arch)
     pieces = dict(ARCHITECTURES[name or "modern"])
     if name != "classic" and depth >= LARGE_DEPTH:
@@ -120,8 +120,8 @@ def config_from_depth(
     bos: int = -1,
 ) -> GPTConfig:
     """
-    The one-number family: width 64 per layer, rounded up to a multiple of 128; arch: as `architecture` takes it. bos:
-    the token that begins a document. In modern models documents are apart (docs/ablations.md).
+    The one-number family: width 64 per layer, rounded up to a multiple of 128; arch: see `architecture`. bos: the token
+    that begins a document. In modern models documents are apart (docs/ablations.md).
     """
     pieces = architecture(arch, depth)
     if not arch.startswith("classic"):

@@ -11,30 +11,30 @@ from nanochat.model.attention import attention, offset_keys, token_before
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.compiling import of_any_length
 
-# float32's machine epsilon, also for bfloat16: its own would change the result.
+# float32's machine epsilon, also for bfloat16, whose own would change the result.
 NORM_EPS = 1.1920929e-07
 
 
 class Positions(NamedTuple):
     """Where the tokens of a batch of rows stand."""
 
-    cos: Tensor  # (T, D/2) float32, as sin: see `rotary_angles`
+    cos: Tensor  # (T, D/2) float32, like sin: see `rotary_angles`
     sin: Tensor
-    documents: Tensor | None = None  # offsets, see `GPT.forward`; None where attention does without
+    documents: Tensor | None = None  # offsets, see `GPT.forward`; None where attention reads `begins`
     begins: Tensor | None = None     # (B, T), see `document_begins`; None: a row is one text
 
 
 class Streams(NamedTuple):
-    """What blocks read and hand on, (B, T, C) each."""
+    """What blocks read and pass on, (B, T, C) each."""
 
     x: Tensor  # the residual stream
-    # With config.streams 3 only.
+    # Only if config.streams is 3.
     first: Tensor | None = None   # the first block's input
     middle: Tensor | None = None  # x after block n_layer // 2; until then the first block's input
 
 
 def norm(x: Tensor) -> Tensor:
-    """Root mean square over the last dimension becomes one; no learnable weights. Computed in float32."""
+    """Scales the last dimension to root mean square one; no learnable weights. Computed in float32."""
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
@@ -60,8 +60,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class RotatedNorm(torch.autograd.Function):
     """
-    factor · norm(rotate(x)) for training. It is rounded once, and keeps only its result, as attention does. On a GPU
-    each pass is compiled into one kernel that reads and writes x's dtype; autograd's own backward pass would write
+    factor · norm(rotate(x)) for training. It rounds once, and keeps only its result, which attention also keeps. On a
+    GPU each pass is compiled into one kernel that reads and writes x's dtype; autograd's own backward pass would write
     float32 to memory.
     """
 
@@ -70,8 +70,8 @@ class RotatedNorm(torch.autograd.Function):
         wide = x.float()
         # The norm is taken before the rotation, which does not change it.
         scale = factor * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
-        # A copy of float32, too. In code compiled by torch 2.11, where a forward pass returns the very tensor that an
-        # operation was given, its gradient arrives as zeros (pytorch 180642).
+        # Float32 is copied, too. In code compiled by torch 2.11, if a forward pass returns the very tensor that an
+        # operation received, its gradient arrives as zeros (pytorch 180642).
         y = (rotate(wide, cos, sin) * scale).to(x.dtype, copy=True)
         ctx.save_for_backward(y, scale, cos, sin)
         ctx.factor = factor
@@ -89,7 +89,7 @@ class RotatedNorm(torch.autograd.Function):
 
 class SquaredReLU(torch.autograd.Function):
     """
-    relu(x)². It keeps only its result, which the product after it keeps anyway: relu(x) is its root, to the bit (a root
+    relu(x)². It keeps only its result, which the next product keeps anyway: relu(x) is its root, to the bit (the root
     halves the relative rounding error of the square, and rounds it away).
     """
 
@@ -106,7 +106,7 @@ class SquaredReLU(torch.autograd.Function):
 
 
 class Gate(nn.Linear):
-    """Numbers in (0, limit), one for each output, from the first channels of x (…, C); with weights of 0 half of it."""
+    """Numbers in (0, limit), one for each output, from the first channels of x (…, C); zero weights give limit/2."""
 
     def __init__(self, config: GPTConfig, outputs: int, inputs: int, limit: int):
         if not config.narrow_gates:
@@ -120,7 +120,7 @@ class Gate(nn.Linear):
 
 
 class Table(nn.Embedding):
-    """One vector for each id. nn.Embedding itself would draw them, which on the meta device imports the compiler."""
+    """One vector per id. nn.Embedding itself would draw weights, which on the meta device imports the compiler."""
 
     def __init__(self, rows: int, width: int):
         super().__init__(rows, width, _weight=torch.empty(rows, width))
@@ -148,8 +148,8 @@ class Embedding(Table):
         previous: Tensor | None = None,
     ) -> Tensor:
         """
-        tokens (B, T) → (B, T, C), rows of documents with these `begins`. Or tokens (N,) and previous (N,): the token
-        before each in its document, −1 where there is none.
+        tokens (B, T) → (B, T, C); begins: see `document_begins`. Or tokens (N,) and previous (N,): the token before
+        each in its document, −1 if there is none.
         """
         x = norm(super().forward(tokens))
         if self.smear is None:
@@ -188,7 +188,7 @@ class CausalSelfAttention(nn.Module):
         values: Tensor | None,
     ) -> Tensor:
         """
-        The residual stream (B, T, C) → what its heads return, (B, T, C), to be projected by `output`. values: the value
+        The residual stream (B, T, C) → the heads' results, (B, T, C), for `output` to project. values: the value
         embeddings of the tokens, (B, T, H_kv · D).
         """
         normed, q, k, v = self.before_attention(x, positions.cos, positions.sin)
@@ -205,7 +205,7 @@ class CausalSelfAttention(nn.Module):
     ) -> tuple[Tensor, ...]:
         """The normalized stream (B, T, C), its queries (B, T, H, D), keys and values (B, T, H_kv, D)."""
         normed = norm(x)
-        # One product for all heads: fewer, larger kernels, and a third of their compilation.
+        # One product for all heads: fewer, larger kernels, and a third of the compile time.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
         return normed, *[heads.contiguous() for heads in self.split_heads(self.linear(normed, weight), cos, sin)]
 
@@ -222,7 +222,7 @@ class CausalSelfAttention(nn.Module):
             q = RotatedNorm.apply(q, cos, sin, self.qk_scale)
             k = RotatedNorm.apply(k, cos, sin, self.qk_scale)
         else:
-            # Fewer operations: decoding takes as long as their number says.
+            # Fewer operations: their number sets the time of decoding.
             qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
             qk = norm(rotate(qk, cos, sin))
             if self.qk_scale != 1:
@@ -236,7 +236,7 @@ class CausalSelfAttention(nn.Module):
         v: Tensor,
         embedding: Tensor | None,
     ) -> Tensor:
-        """Values v (…, H_kv, D) plus, gated by x (…, C), the value embedding of the tokens (…, H_kv · D)."""
+        """Values v (…, H_kv, D) plus the value embedding of the tokens (…, H_kv · D), gated by x (…, C)."""
         if embedding is None:
             return v
         return v + self.value_gate(x)[..., None] * embedding.view(v.shape)
@@ -269,7 +269,7 @@ class Block(nn.Module):
         self.values = None
         if self.attn.value_gate:
             self.values = Table(config.padded_vocab_size, config.n_kv_head * config.head_dim)
-        # Factors of shape (1,): kernels read them on the device, and fully_shard takes no 0-dimensional ones.
+        # Factors of shape (1,): kernels read them on the device, and fully_shard takes no 0-dimensional tensors.
         self.residual_scale = None
         if config.stream_scales:
             self.residual_scale = nn.Parameter(torch.empty(1))
@@ -287,7 +287,7 @@ class Block(nn.Module):
         """The residual stream (B, T, C) after the block. tokens: (B, T)."""
         x, first, _ = streams
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
-        # In block 0. Compiled code would take one tensor given twice for another kind of block.
+        # In block 0: for the compiler, one tensor passed twice would make another kind of block.
         if first is x:
             streams = streams._replace(first=x.view_as(x))
         return self.body(streams, positions, values)
@@ -299,8 +299,8 @@ class Block(nn.Module):
         values: Tensor | None,
     ) -> Tensor:
         """
-        Compiled on a GPU. Lookups stay outside: compiled, their gradients would be summed in any order.
-        `CachedModel.hidden` in nanochat/inference is the twin, without gradients: change both. tests/test_engine.py
+        Compiled on a GPU. Lookups stay outside: compiled code would sum their gradients in any order.
+        `CachedModel.hidden` in nanochat/inference is its twin without gradients: change both. tests/test_engine.py
         compares them (test_greedy_is_the_uncached_model_token_for_token).
         """
         x = self.start(streams.x, streams.first)
@@ -312,22 +312,22 @@ class Block(nn.Module):
         """The residual stream that the block reads. nanochat, 2026; modded-nanogpt, 2024."""
         if self.residual_scale is None:
             return x
-        # Computed first: then block 0 sums its input's gradients in the order that it has under fully_shard.
+        # Computed first: then block 0 sums its input's gradients in the same order as under fully_shard.
         added = self.first_scale * first
         return self.residual_scale * x + added
 
     def after_attention(self, x: Tensor, y: Tensor) -> Tensor:
-        """The residual stream x after attention, whose heads returned y (B, T, C), and after the MLP."""
+        """The residual stream x after attention and MLP. y (B, T, C): what attention's heads returned."""
         x = x + self.attn.output(y)
         return x + self.mlp(norm(x))
 
     def end(self, x: Tensor, middle: Tensor | None) -> Tensor:
-        """The residual stream after the block; in the last one without the middle's part. modded-nanogpt, 2025."""
+        """The residual stream after the block; the last block subtracts the middle's part. modded-nanogpt, 2025."""
         return x if self.middle_scale is None else x - self.middle_scale * middle
 
     def compile_body(self, device: torch.device) -> None:
         """
-        Blocks of a kind share compiled code: start-up does not grow with depth. Hooks stay outside of it. On a CPU the
+        Blocks of one kind share compiled code: start-up does not grow with depth. Hooks stay outside. On a CPU only the
         parts before and after attention are compiled: eager attention is as fast, and in compiled code windows and
         value tables would make different kinds of blocks.
         """

@@ -3,7 +3,7 @@ Softcapped cross-entropy of a language model's head: forward and backward in one
 
 The logits are the largest tensor of a step (tokens x vocabulary). Here they exist one chunk of rows at a time:
 product with the head; softcap, sums and gradient in one fused kernel; both products of the backward pass, on a CPU
-while the chunk is still in its cache. Kept for the backward pass are tensors of the inputs' sizes, not the logits.
+while the chunk is still in its cache. Only tensors of the inputs' sizes are kept for the backward pass, no logits.
 """
 from collections.abc import Callable, Iterator
 from math import ceil
@@ -18,7 +18,7 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
 
 
 class Products:
-    """A head's three products with a chunk of rows, in the head's dtype. fp8.py has those in 8 bits."""
+    """A head's three products with a chunk of rows, in the head's dtype. fp8.py has an 8-bit version."""
 
     def __init__(self, head: Tensor):
         self.head = head  # (V, C)
@@ -29,10 +29,10 @@ class Products:
 
     def gradients(self, grad: Tensor, total: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """
-        With g = grad · weights / total: g · head, (N, C), and gᵀ · rows, (V, C). grad: (N, V), no number of a row being
-        larger than its total; total, weights: (N,) float32; rows: (N, C).
+        With g = grad · weights / total: g · head, (N, C), and gᵀ · rows, (V, C). grad: (N, V), no number of a row
+        exceeds the row's total; total, weights: (N,) float32; rows: (N, C).
         """
-        # The factor of each row is in the products, where it costs no pass over the logits.
+        # Each row's factor is applied in the products, which saves a pass over the logits.
         factor = (weights / total)[:, None]
         return (grad @ self.head) * factor, grad.T @ (rows * factor).to(rows.dtype)
 
@@ -49,7 +49,7 @@ def softcapped_cross_entropy(
     """
     Sum over the targets of −log softmax(softcap · tanh(x headᵀ / softcap))[target], in float32, a scalar.
 
-    x: (N, C); head: (V, C) with V ≥ vocab_size, the rows beyond it being padding that gets no probability;
+    x: (N, C); head: (V, C) with V ≥ vocab_size; rows beyond vocab_size are padding and get no probability;
     targets: (N,) int64, negative where there is nothing to predict; a target in the padding has infinite loss;
     softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, a factor for each target's loss.
     Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None), and to
@@ -57,7 +57,7 @@ def softcapped_cross_entropy(
     """
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
-    # Rows without weight need no logits. On a GPU the host would have to wait until it knows their number.
+    # Rows of weight zero need no logits. On a GPU the host would have to wait to learn their number.
     if x.device.type == "cpu":
         counted = weights.nonzero()[:, 0]
         if len(counted) < len(x):
@@ -122,14 +122,14 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
 
 
 def chunks(vocab: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Chunks of rows of all tensors, none with too many logits; all but the last of one shape (one compiled kernel)."""
+    """Chunks of rows of all tensors, none with too many logits; all but the last have one shape: one kernel."""
     rows = chunk_rows(len(tensors[0]), vocab, tensors[0].device.type)
     if rows > 0:
         yield from zip(*(tensor.split(rows) for tensor in tensors))
 
 
 def chunk_rows(rows: int, vocab: int, device_type: str) -> int:
-    """The number of rows of a chunk, a multiple of 16 if `rows` is one, as products in 8 bits want it."""
+    """The number of rows of a chunk, a multiple of 16 if `rows` is one, as 8-bit products need."""
     most = max(CHUNK_LOGITS.get(device_type, 2**24), 16 * vocab)
     while rows * vocab > most:
         rows = 16 * ceil(rows / 32)
@@ -157,8 +157,8 @@ def losses_and_gradient(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
-    Of a chunk of raw logits (N, V): the losses, (N,) float32; the sums of exponentials, (N,); and the gradient with
-    respect to the raw logits times these sums, (N, V) in the logits' dtype.
+    For a chunk of raw logits (N, V): the losses, (N,) float32; the sums of exponentials, (N,); and these sums times the
+    gradient with respect to the raw logits, (N, V) in the logits' dtype.
     """
     total, shift, grad = of_any_length(compiled(exponentials_and_gradient))(logits, real, softcap)
     # The targets' own entries in float32: where p is near one, p − 1 would drown in the rounding of a stored p.
@@ -193,7 +193,7 @@ def exponentials_and_gradient(
 
 
 def capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float]:
-    """The logits after the softcap, in float32, and the tanh whose 1 − tanh² is their slope: 0 without a softcap."""
+    """The logits after the softcap, in float32, and the tanh whose 1 − tanh² is their slope; 0 without a softcap."""
     logits = logits.float()
     if not softcap:
         return logits, 0.0

@@ -1,6 +1,6 @@
 """
-The gradient of a table that tokens are looked up in, on a GPU: for each token the sum over its places, always in the
-same order. torch's own took a millisecond on an H100, most of it not for memory; 22 layers have twelve tables.
+The gradient of a table of token vectors on a GPU: for each token, the sum over its places, always in the same order.
+torch's kernel took a millisecond on an H100, mostly not for memory traffic; 22 layers have twelve tables.
 """
 import torch
 import torch.nn.functional as F
@@ -9,13 +9,13 @@ from torch import Tensor
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import Table
 
-# Places that one program adds up, and columns.
+# Places and columns that one program adds up.
 PLACES, COLUMNS = 64, 512
 
 
 def compile_model(model: GPT) -> None:
     """
-    Compile the blocks and, on a GPU, let tables take the kernels. Here, as an exported model's code comes without them.
+    Compile the blocks and, on a GPU, give tables the kernels. Here, because exported models come without the kernels.
     """
     model.compile_blocks()
     for module in model.modules():
@@ -55,11 +55,11 @@ def _(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
 
     places, columns = grad.shape
     ordered, order = tokens.sort(stable=True)
-    # Where each token's places begin among the ordered ones, and where the last one's end.
+    # Where each token's places begin in sorted order, and where the last token's end.
     begins = torch.searchsorted(ordered, torch.arange(rows + 1, device=tokens.device))
     total = grad.new_empty(rows, columns)
     programs, parts = -(-places // PLACES), -(-columns // COLUMNS)
-    # Of tokens whose places several programs add up: one sum of those that began before, one of a last one.
+    # For tokens that span programs, two sums per program: a token that began earlier, a token that continues.
     partial = grad.new_empty(programs, 2, columns, dtype=torch.float32)
     table_kernels.add_places[programs, parts](
         grad.contiguous(), ordered, order, begins, total, partial, places, columns, PLACES, COLUMNS)

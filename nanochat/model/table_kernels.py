@@ -1,4 +1,4 @@
-"""The kernels of table_gradient.py, in a file of their own, as Triton is there only where a GPU is."""
+"""The kernels of table_gradient.py, in their own file because Triton comes with torch for CUDA only."""
 import triton
 import triton.language as tl
 
@@ -7,7 +7,7 @@ import triton.language as tl
 def add_places(
     grad, ordered, order, begins, total, partial, places, columns, PLACES: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Sums over PLACES ordered places: of a token that has no others into `total`, else into `partial`."""
+    """Sums over PLACES sorted places: into `total` for a token without other places, else into `partial`."""
     start = tl.program_id(0) * PLACES
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -29,7 +29,7 @@ def add_places(
 
 @triton.jit
 def add_programs(begins, total, partial, columns, PLACES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The row of one token: zeros if it has no place, the sum over programs if its places are those of several."""
+    """The row of one token: zeros if it has no place, the sum over programs if its places span several."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
