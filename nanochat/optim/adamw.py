@@ -7,7 +7,7 @@ from torch import Tensor
 from nanochat.runtime.compiling import in_one_pass
 from nanochat.runtime.step_stats import StepStats
 
-# What a group has that does not say otherwise. The betas are nanochat's.
+# Defaults of a group. The betas are nanochat's.
 DEFAULTS = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 
 
@@ -40,7 +40,7 @@ def bias_correction(beta: float, step: Tensor) -> Tensor:
 class DistAdamW:
     """
     AdamW on a rank's shards; it needs no communication, because its update is elementwise.
-    groups: [{"shards": [Shard, …], "lr": float}, …]; they may also have what is in DEFAULTS.
+    groups: [{"shards": [Shard, …], "lr": float}, …]; a group may override DEFAULTS.
     """
 
     kind = "adamw"
@@ -56,9 +56,9 @@ class DistAdamW:
             "exp_avg": {s.name: torch.zeros_like(s.master) for s in shards},
             "exp_avg_sq": {s.name: torch.zeros_like(s.master) for s in shards},
         }
-        # AdamW's state is all in the shards. NorMuon keeps whole rows here.
+        # Empty: AdamW's state is all in the shards. NorMuon keeps whole rows here.
         self.owned: dict[str, dict[str, Tensor]] = {}
-        # Steps that were applied; float32 counts exactly up to 2^24.
+        # Applied steps; float32 counts exactly up to 2^24.
         self.counters = {"steps": torch.zeros((), dtype=torch.float32, device=device)}
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
 """
-Stage 3 of ZeRO by PyTorch's fully_shard: a rank keeps rows of every parameter, and a unit is gathered when it runs.
+Stage 3 of ZeRO with PyTorch's fully_shard: a rank keeps rows of every parameter, and a unit is gathered when it runs.
 Zhao et al. 2023, arXiv:2304.11277. Everything here only calls PyTorch.
 """
 import contextlib
@@ -28,7 +28,7 @@ class FullyShard(Sharding):
         self.units: list[nn.Module] = []
 
     def add_units(self, *units_and_weights) -> None:
-        """When all units are sharded: the order in which units are gathered, and how gradients are summed."""
+        """Shard all units, then set in which order they are gathered and how gradients are summed."""
         super().add_units(*units_and_weights)
         self.shard_rows(self.model)
         # The last unit's backward pass follows its forward pass at once, so its weights stay gathered.
@@ -43,7 +43,7 @@ class FullyShard(Sharding):
             if self.device.type == "cpu" and self.shard_count > 1:
                 unit.set_custom_reduce_scatter(GlooReduceScatter())
         self.model._set_unshard_async_op(self.device.type == "cpu")
-        # Now: otherwise the first module that runs becomes the root, and in CORE that is the embedding.
+        # Here, because otherwise the first module that runs becomes the root; in CORE, the embedding.
         self.model._get_fsdp_state()._lazy_init()
         for name, p in self.model.named_parameters():
             shape = tuple(p.shape)
@@ -60,7 +60,7 @@ class FullyShard(Sharding):
         self.units.append(unit)
 
     def shard_rows(self, module: nn.Module) -> None:
-        """Computes in the compute dtype; gathered parameters are freed between forward and backward pass."""
+        """The module computes in the compute dtype; gathered parameters are freed between forward and backward."""
         # Here, because the import takes a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -70,7 +70,7 @@ class FullyShard(Sharding):
 
     @contextlib.contextmanager
     def accumulate(self, last: bool, passes: int = 1) -> Iterator[None]:
-        """Gradients travel in every micro-step, and between replicas in the last one."""
+        """Gradients travel in every micro-step, between replicas only in the last one."""
         self.last = last
         if self.replicas > 1:
             self.model.set_requires_all_reduce(last)
@@ -83,7 +83,7 @@ class FullyShard(Sharding):
         return tensor.to(self.dtype).full_tensor()
 
     def wait_for_params(self) -> None:
-        """Nothing is on its way, but the last unit stays whole after a forward pass without a backward pass."""
+        """Nothing is in flight, but the last unit stays whole after a forward pass without a backward pass."""
         for unit in self.units:
             unit.reshard()
 

@@ -1,11 +1,11 @@
 """
-EMA-Nesterov (Yau et al. 2026, arXiv:2605.25395): after each update the weights go on a little in the direction in which
-they have moved on average, and the next gradient is taken there.
+EMA-Nesterov (Yau et al. 2026, arXiv:2605.25395): after each update the weights move a little further in their average
+direction, and the next gradient is taken there.
 
-With the weights x after an update and the mean m of the moves from x to x, over about 1 / (1 − DECAY) steps, the paper
+Let x be the weights after an update, and m the mean of the moves of x over about 1 / (1 − DECAY) steps. The paper
 computes the next gradient at x + βm and updates from there: m ← DECAY m + (1 − DECAY)(x_new − x). The mean of the moves
-is the move of the mean: m = (1 − DECAY)(x − a), where a is the mean of the weights before this update. So a is all that
-is kept.
+is the move of the mean: m = (1 − DECAY)(x − a), where a is the mean of the weights before this update. So only a is
+kept.
 """
 from typing import Any
 
@@ -31,17 +31,17 @@ def look_ahead(master: Tensor, average: Tensor, weight: Tensor, distance: Tensor
 
 class LookAhead:
     """
-    The last optimizer of a step, on a rank's shards, elementwise like AdamW. The weights that it leaves are the run's:
-    the ones sent, evaluated and saved. Outside of WINDOW they are the other optimizers'.
+    The last optimizer of a step, on a rank's shards, elementwise like AdamW. The weights after it are the run's: they
+    are sent, evaluated and saved. Outside WINDOW it does not change them.
     """
 
     kind = "look_ahead"
 
     def __init__(self, shards: list[Shard], distance: float):
-        """distance: β, at the highest learning rate; below it β falls with the rate."""
+        """distance: β at the highest learning rate; β falls with the rate."""
         self.param_groups: list[dict[str, Any]] = [
             {"shards": shards, "lr": distance, "initial_lr": distance, "window": WINDOW}]
-        # Of the weights that the run begins with.
+        # Starts as the run's initial weights.
         self.state = {"average": {s.name: s.master.clone() for s in shards}}
         self.owned: dict[str, dict[str, Tensor]] = {}
         self.counters: dict[str, Tensor] = {}

@@ -16,7 +16,7 @@ from nanochat.optim.partition import ShardRange
 from nanochat.optim.sharding import Sharding
 from nanochat.runtime.step_stats import StepStats
 
-# Odd quintic polynomials, one per step, each the best for the interval of singular values that the step before leaves.
+# Odd quintic polynomials, one per step, each the best for the interval of singular values that the last step leaves.
 # Amsel et al. 2025 ("Polar Express"), arXiv:2505.16932, for five steps; docs/decisions.md has the comparison with
 # the fixed (3.4445, −4.7750, 2.0315) of the original Muon.
 POLAR_EXPRESS = (
@@ -29,7 +29,7 @@ POLAR_EXPRESS = (
 
 # nanochat's value; the paper of NorMuon has 0.95.
 SECOND_MOMENT_BETA = 0.9
-# Lengths and their squares count as at least this, so that nothing is divided by zero.
+# Lower bound of lengths and their squares, so that nothing is divided by zero.
 SMALLEST = 1e-20
 
 
@@ -57,17 +57,17 @@ def orthogonalize(G: Tensor) -> Tensor:
 
 def even_out(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
     """
-    NorMuon (Li et al. 2025, arXiv:2510.05491): the rows of a stack (n, rows, cols), of wide matrices the columns, are
-    divided by the root of their second moment. Every matrix gets the Frobenius norm of a semi-orthogonal one, which is
-    the root of its shorter side: five polynomials leave small singular values below one, and matrices with many of them
-    would move less.
+    NorMuon (Li et al. 2025, arXiv:2510.05491): the rows of a stack (n, rows, cols), or the columns of wide matrices,
+    are divided by the root of their second moment. Every matrix gets the Frobenius norm of a semi-orthogonal one, which
+    is the root of its shorter side: five polynomials leave small singular values below one, and matrices with many of
+    them would move less.
 
-    second_moment: the moving average of their squared lengths, (n, longer side) float32, moved in place unless ok is 0.
-    A common factor has no effect, so an average that began at zero needs no correction.
+    second_moment: the moving average of the squared lengths, (n, longer side) float32, updated in place unless ok is 0.
+    A common factor has no effect, so an average that began at zero needs no bias correction.
     """
-    # Orthogonalized, the rows of a wide matrix have one length already, and so have the columns of a tall one.
+    # Once orthogonalized, the rows of a wide matrix already have equal lengths, like the columns of a tall one.
     dim = -1 if update.size(-2) >= update.size(-1) else -2
-    # On a CPU vector_norm would take eight times as long by columns.
+    # On a CPU vector_norm would take eight times as long over columns.
     squares = update.square().sum(dim, dtype=torch.float32)
     average = second_moment.lerp_(squares, (1 - SECOND_MOMENT_BETA) * ok)
     factors = average.clamp(min=SMALLEST).rsqrt()
@@ -96,7 +96,7 @@ def muon_update(
     """
     One step in place on any range of elements; with lr and decay 0 nothing changes. decay: lr · weight decay, or None.
     It acts only where it agrees in sign with the update ("cautious" weight decay, Liang et al. 2024, arXiv:2411.16085),
-    so that it never undoes what the gradient asks for.
+    so it never opposes the gradient.
     """
     update = update.to(master.dtype)
     if decay is not None:
@@ -113,8 +113,8 @@ def shape_scale(rows: int, cols: int) -> float:
 
 class MatrixExchange:
     """
-    Brings the shards of all matrices of one shape to the one rank of the shard group that owns each matrix, and back. A
-    rank may own no matrix, and keep a shard of none. On one rank nothing is sent.
+    Brings the shards of all matrices of one shape to the rank of the shard group that owns the matrix, and back. A rank
+    may own no matrix, and keep no shard. One rank sends nothing.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class MatrixExchange:
         self.nothing = torch.empty(0, dtype=sharding.dtype, device=sharding.device)
         rank = sharding.shard_rank
 
-        # Every rank lists all shards in one order, by the owner of their matrix: what arrives needs no names.
+        # Every rank lists all shards in the same order, by their matrix's owner, so messages need no names.
         shards = [(name, r) for name in sorted(ranges, key=owners.get) for r in ranges[name]]
-        self.kept = {name: r.size for name, r in shards if r.rank == rank}  # elements, as they are sent
+        self.kept = {name: r.size for name, r in shards if r.rank == rank}  # elements, in order of sending
         self.arriving = [(name, r) for name, r in shards if owners[name] == rank]
         self.owned = list(dict.fromkeys(name for name, _ in self.arriving))
-        self.arriving.sort(key=lambda shard: shard[1].rank)  # as they arrive
+        self.arriving.sort(key=lambda shard: shard[1].rank)  # in order of arrival
         # Elements to each owner, and from each rank.
         self.outgoing = [0] * self.ranks
         self.incoming = [0] * self.ranks
@@ -216,7 +216,7 @@ class DistMuon:
         self.counters: dict[str, Tensor] = {}
         self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
         self.second_moments: dict[tuple[int, int], Tensor] = {}  # by shape: (owned matrices, longer side)
-        self.owned: dict[str, dict[str, Tensor]] = {"second_moment": {}}  # the same by name, as checkpoints have them
+        self.owned: dict[str, dict[str, Tensor]] = {"second_moment": {}}  # the same by name, for checkpoints
 
         ranges_of_shape: dict[tuple[int, int], dict[str, list[ShardRange]]] = {}
         for name, p in sharding.model.named_parameters():
@@ -241,7 +241,7 @@ class DistMuon:
         """Apply the shards' gradients, unless the step is not ok: then nothing changes on any rank."""
         (group,) = self.param_groups
         shards = {shape: [s for s in group["shards"] if s.shape == shape] for shape in self.exchanges}
-        # All shapes are sent before the first is waited for: one travels while another is worked on.
+        # All shapes are sent before any is awaited: one travels while another is computed.
         for shape, exchange in self.exchanges.items():
             updates = {}
             for s in shards[shape]:
@@ -249,14 +249,14 @@ class DistMuon:
                 updates[s.name] = update.to(self.dtype)
             exchange.send(updates)
         for shape, exchange in self.exchanges.items():
-            # MuonEq (Chang et al. 2026, arXiv:2603.28254): rows of one length, so that small ones count as well.
+            # MuonEq (Chang et al. 2026, arXiv:2603.28254): rows get equal lengths, so that small ones count, too.
             momentum = F.normalize(exchange.receive(), dim=-1, eps=SMALLEST)  # (owned matrices, rows, cols)
             update = orthogonalize(momentum)
             exchange.send_back(even_out(update, self.second_moments[shape], stats.ok))
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
             lr = group["lr"] * shape_scale(*shape)
-            # A decay that was chosen for a tiny horizon could turn weights around.
+            # A decay that was chosen for a tiny horizon could flip weights' signs.
             decay = min(lr * group["weight_decay"], 1.0)
             for s in shards[shape]:
                 muon_update(s.master, updates[s.name], lr * stats.ok, decay * stats.ok if decay else None)

@@ -11,8 +11,8 @@ from nanochat.optim.sharding import Sharding
 TABLE_LR = 0.5
 # The rate of gates and of the smear's scale, whose weights are of the order of one.
 SCALAR_LR = 0.02
-# AdamW in large models, as nanochat has it, but for eps: as all blocks begin as the identity, and norms undo what a
-# stream is scaled by, the scales' first gradients are rounding errors, which an eps of 1e-10 would make whole steps.
+# AdamW in large models, as in nanochat except for eps. All blocks begin as the identity, and norms undo a stream's
+# scale, so the scales' first gradients are rounding errors, which an eps of 1e-10 would turn into full steps.
 LARGE: dict[str, dict[str, Any]] = {
     "embedding": {"betas": (0.8, 0.995), "weight_decay": 0.001},
     "table": {"betas": (0.8, 0.995), "weight_decay": 0.01},
@@ -34,9 +34,9 @@ def setup_optimizers(
     look_ahead: float = 0.0,
 ) -> tuple[Any, ...]:
     """
-    (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else;
-    with look_ahead, its distance, a LookAhead for all of them as the third, which steps last.
-    weight_decay: Muon's. Rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
+    (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
+    look_ahead: its distance; unless 0, a third optimizer, a LookAhead for all shards, steps last.
+    weight_decay: Muon's. Rates of embedding, tables and head are for a model 768 wide; they scale as 1/√width.
     lr_scale: multiplies all rates.
     """
     roles = model.roles()

@@ -1,6 +1,6 @@
 """
-How a model is cut: into units, whose parameters travel together; and each parameter, flattened, into ranges, one for
-each rank that keeps a part of it. Every stage of ZeRO is a list of such ranges, FSDP's rows as well.
+How a model is cut: into units, whose parameters travel together; and each flattened parameter into ranges, one for
+each rank that keeps a part of it. Every stage of ZeRO is a list of such ranges, also FSDP's rows.
 """
 from dataclasses import dataclass
 from math import ceil, prod
@@ -27,7 +27,7 @@ class ShardRange(NamedTuple):
 @dataclass
 class Shard:
     """
-    The part of one parameter that this rank keeps, elements [start, end) of it, flattened: the float32 master and, from
+    This rank's part of one parameter, its elements [start, end) when flattened: the float32 master and, from
     `reduce_and_clip` to `all_gather_params`, the averaged float32 gradient, each (end − start,).
     """
 
@@ -79,8 +79,8 @@ def cut(
 def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module, dict[str, Parameter]]]:
     """
     (unit, its parameters by name) in the order of the forward pass; units without parameters are left out. Every
-    parameter must belong to exactly one unit. UserError for what sharding cannot do: a tied parameter would be summed
-    and updated twice, a frozen one would still decay.
+    parameter must belong to exactly one unit. UserError for tied and frozen parameters: a tied one would be summed and
+    updated twice, a frozen one would still decay.
     """
     names: dict[Parameter, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -100,8 +100,8 @@ def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module,
 
 def place_in_pipeline(rank: int, world_size: int, pipeline_stages: int) -> tuple[int, int, int]:
     """
-    (pipeline stage of a rank, its number among the stage's ranks, how many those are): the ranks of a stage are
-    neighbours and share a gradient; ranks of one number on all stages are one pipeline.
+    (pipeline stage of a rank, its number within the stage, the stage's number of ranks). The ranks of a stage are
+    neighbours and share a gradient; ranks of the same number form one pipeline.
     """
     dp_ranks = world_size // pipeline_stages
     pipeline_stage, dp_rank = divmod(rank, dp_ranks)

@@ -3,11 +3,12 @@ A pipeline: the layers are cut into stages, each on ranks of its own, and the mi
 one another through them. Huang et al. 2019, arXiv:1811.06965.
 
 The schedule is PyTorch's 1F1B (Narayanan et al. 2019, arXiv:1806.03377): as soon as a stage can, it alternates one
-forward and one backward pass, so that stage s of P keeps the activations of at most P − s micro-batches. A stage waits
-while the first micro-batch comes and the last one goes, for (P − 1)/(m + P − 1) of the time with m micro-batches.
+forward and one backward pass, so that stage s of P keeps the activations of at most P − s micro-batches. Stages are
+idle while the pipeline fills and drains: (P − 1)/(m + P − 1) of the time with m micro-batches.
 
-Ranks [s · N/P, (s + 1) · N/P) are stage s: neighbours, since they send one another whole gradients, while rank r sends
-only what GPT.blocks returns to rank r + N/P, and receives its gradient. All ranks of a pipeline read the same rows.
+Ranks [s · N/P, (s + 1) · N/P) are stage s. They are neighbours, because they exchange whole gradients, while rank r
+only sends the result of GPT.blocks to rank r + N/P, and receives its gradient. All ranks of a pipeline read the same
+rows.
 """
 import math
 from collections.abc import Callable
@@ -26,8 +27,8 @@ from nanochat.runtime.errors import UserError
 
 def stage_layers(config: GPTConfig, pipeline_stages: int) -> list[range]:
     """
-    The layers of each stage, so that the largest number of FLOPs of a stage is as small as possible: the last stage,
-    which has the head, may have fewer layers. UserError for more stages than layers.
+    The layers of each stage, so that the largest stage has as few FLOPs as possible: the last stage, which has the
+    head, may have fewer layers. UserError for more stages than layers.
     """
     layers = config.n_layer
     if not 1 <= pipeline_stages <= layers:
@@ -60,10 +61,10 @@ def stage_layers(config: GPTConfig, pipeline_stages: int) -> list[range]:
 
 class Pipeline:
     """
-    Which layers this rank has, and an optimizer step of all pipeline stages together. The caller removes the other
-    layers from its model (`GPT.keep_layers`), shards it, then calls `connect`, then `step`. With one stage there is
-    nothing to connect. UserError for stages that do not divide the ranks, for more stages than layers, and for a
-    zero_stage that sends gradients in each backward pass.
+    This rank's layers, and an optimizer step of all pipeline stages together. The caller removes the other layers from
+    its model (`GPT.keep_layers`), shards it, then calls `connect`, then `step`. With one stage there is nothing to
+    connect. UserError if the stages do not divide the ranks, for more stages than layers, and for a zero_stage that
+    sends gradients in each backward pass.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Pipeline:
             whole.load_state_dict(tensors, strict=False, assign=True)
 
         def nothing(name: str) -> Tensor:
-            """Of the parameter's shape, but in the memory of one element."""
+            """A tensor of the parameter's shape, but one element's memory."""
             _, shape = sharding.homes[name]
             return torch.empty((), dtype=sharding.dtype, device=sharding.device).expand(shape)
 
@@ -183,25 +184,25 @@ class Pipeline:
     def step(self, inputs: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
         """
         Forward and backward passes of this rank's stage for all micro-batches. inputs, targets: (micro_batches · rows,
-        T); documents: their offsets. Returns the mean loss over them on the last stage, zero on the others.
+        T); documents: their offsets. Returns the mean loss of the micro-batches on the last stage, zero on the others.
         """
-        # Each micro-batch's own, (micro_batches, N + 1): documents of the others are empty.
+        # Each micro-batch's offsets, (micro_batches, N + 1): other micro-batches' documents become empty.
         size = inputs.numel() // self.micro_batches
         first = size * torch.arange(self.micro_batches, device=inputs.device, dtype=torch.int32)[:, None]
         documents = (documents - first).clamp(0, size)
         losses: list[Tensor] = []
-        # The other stages receive theirs.
+        # The other stages receive streams.
         first_input = (inputs,) if self.pipeline_stage == 0 else ()
         self.schedule.step(*first_input, tokens=inputs, documents=documents, target=targets, losses=losses,
                            return_outputs=False)
-        # In the order in which one rank without a pipeline adds them.
+        # In the same order as one rank without a pipeline.
         return sum(losses, torch.zeros((), device=inputs.device))
 
 
 class StageLayers(nn.Module):
     """
     The layers of a stage: takes and returns streams (config.streams, B, T, C); the last stage returns the head's input.
-    All stages get the tokens, since some layers look up vectors of their own, and the documents, (1, N + 1).
+    All stages get the tokens, because some layers have tables, and the documents, (1, N + 1).
     """
 
     def __init__(self, model: GPT, layers: range):

@@ -1,6 +1,6 @@
 """
-What a run of pretraining decides before its first step: horizon, batch, recipe, rates. Its checkpoints keep batch,
-recipe and rates, and a resumed run goes on with them; its number of steps follows from the settings of the call.
+What a pretraining run decides before its first step: horizon, batch, recipe, rates. Its checkpoints keep batch, recipe
+and rates for a resumed run; the number of steps is computed again from the settings of the call.
 """
 import math
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from nanochat.optim.schedule import apply_schedule, lr_multiplier, momentum_at, 
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 
-# The batch grows with the tokens to train on as tokens^0.383, through half a million tokens for 1.2 billion
-# (a depth-12 model on ten tokens per parameter). Exponent: Bergsma et al. 2025, arXiv:2505.13738. The rates of the
-# scripts are for that point.
+# The batch grows as tokens^0.383 with the tokens to train on, and is half a million for 1.2 billion (a depth-12 model
+# on ten tokens per parameter). Exponent: Bergsma et al. 2025, arXiv:2505.13738. The scripts' rates are for that
+# point.
 REFERENCE_BATCH = 2**19
 REFERENCE_TOKENS = 1.2e9
 BATCH_EXPONENT = 0.383
@@ -22,7 +22,7 @@ LARGEST_BATCH = 2**20
 
 
 class Recipe(NamedTuple):
-    """Settings of pretraining that depend on its steps and layers. These are a short run's."""
+    """Settings of pretraining that depend on its steps and layers. Defaults: a short run's."""
 
     embedding_lr: float = 0.2
     unembedding_lr: float = 0.004
@@ -37,7 +37,7 @@ class Recipe(NamedTuple):
 
 
 # A long run of a large model has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 is for 0.88 billion tokens; at
-# REFERENCE_TOKENS 0.205 is as strong. Others keep the values that the CPU's speedrun was tuned with: in fewer than
+# REFERENCE_TOKENS 0.205 is as strong. Other runs keep the values tuned for the CPU's speedrun: in fewer than
 # about 1,000 steps the warmdown would begin before momentum has risen, and with 4 layers the head's rate was too high.
 LONG = 1000  # steps
 LONG_RUN = Recipe(
@@ -47,14 +47,14 @@ LONG_RUN = Recipe(
 
 def choose_recipe(settings: dict, num_iterations: int, before: dict | None = None) -> Recipe:
     """
-    The settings that are not -1. Each of the others is that of the run that goes on (`before`), or is chosen for this
-    number of steps and layers.
+    The settings that are not -1. The others come from the run that is resumed (`before`), or are chosen for this number
+    of steps and layers.
     """
     recipe = Recipe()
     if num_iterations >= LONG and settings["depth"] >= LARGE_DEPTH:
         recipe = LONG_RUN
     if settings.get("begin_from") and settings["depth"] >= LARGE_DEPTH:
-        # AdamW begins anew, and its first steps throw off trained stream scales. From there on models have them.
+        # AdamW restarts from zero, and its first steps disturb trained stream scales, which large models have.
         recipe = recipe._replace(warmup_steps=LONG_RUN.warmup_steps)
     if before:
         # Version 0.1.0 could not look ahead.
@@ -85,14 +85,14 @@ def choose(
     settings: dict, matmul_parameters: int, flops_per_token: int, tokens_at_once: int, meta: dict | None
 ) -> Chosen:
     """
-    Decide for a run with these settings of scripts/base_train.py, and print what the settings do not say.
+    Decide for a run with these settings of scripts/base_train.py, and print what the settings leave open.
 
-    tokens_at_once: of a micro-step of all ranks; a batch that is chosen is a multiple of it.
-    meta: of the checkpoint that the run goes on from. What it decided stays, unless a setting says otherwise.
+    tokens_at_once: tokens of a micro-step over all ranks; a chosen batch is a multiple of it.
+    meta: of the checkpoint to resume from. Its decisions stay, unless a setting says otherwise.
     """
-    # 1. Horizon: tokens to train on, unless num_iterations says how many steps. Eight tokens a parameter is less than
-    #    the twenty of Hoffmann et al. 2022, arXiv:2203.15556: nanochat found 8 to 12 best with Muon, counted like here
-    #    over matrices and head. Not measured here on a GPU.
+    # 1. Horizon: tokens to train on, unless num_iterations gives the steps. Eight tokens a parameter is less than the
+    #    twenty of Hoffmann et al. 2022, arXiv:2203.15556: nanochat found 8 to 12 best with Muon, over the parameters of
+    #    matrices and head, as here. Not measured here on a GPU.
     horizon = settings["target_param_data_ratio"] * matmul_parameters
     if settings["target_flops"] > 0:
         horizon = settings["target_flops"] / flops_per_token
@@ -106,13 +106,13 @@ def choose(
     if is_chosen:
         total_batch_size = meta["total_batch_size"] if meta else by_rule
 
-    # 3. Steps: horizon and batch give their number, and the number gives the recipe.
+    # 3. Steps: horizon and batch give their number, which gives the recipe.
     num_iterations = choose_num_iterations(settings["num_iterations"], horizon, total_batch_size)
     recipe = choose_recipe(settings, num_iterations, meta and meta["config"])
     print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asdict().items()))
 
-    # 4. Rates: they change with a batch that was chosen, decay with batch and horizon. A batch that is given leaves the
-    #    rates as they are set.
+    # 4. Rates: a chosen batch scales all rates; batch and horizon scale the decay. A given batch leaves the rates as
+    #    they are set.
     rate_factor, decay_factor = 1.0, 1.0
     if meta:
         rate_factor, decay_factor = meta["rate_scales"]
@@ -131,15 +131,15 @@ def choose(
 
 def rate_scale(batch: int) -> float:
     """
-    The factor of learning rates for a batch. They change as √batch, but are never less than half: runs on small batches
-    are short, and learn little at small rates.
+    The factor of learning rates for a batch. It grows as √batch, but is at least one half: runs on small batches are
+    short, and learn little at small rates.
     """
     return max((batch / REFERENCE_BATCH) ** 0.5, 0.5)
 
 
 def decay_scale(lr_scale: float, num_iterations: int) -> float:
     """
-    The factor of weight decay. Decay times rate times steps, which says how much of early weights is left, stays as at
+    The factor of weight decay. Decay · rate · steps, which determines how much of early weights is left, stays as at
     the reference: Wang & Aitchison 2024, arXiv:2405.13698.
     """
     return REFERENCE_TOKENS / REFERENCE_BATCH / (lr_scale * num_iterations)
@@ -147,7 +147,7 @@ def decay_scale(lr_scale: float, num_iterations: int) -> float:
 
 def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> int:
     """
-    Tokens per optimizer step for a horizon in steps, or if that is not positive in tokens: the power of two nearest to
+    Tokens per optimizer step for a horizon in steps or, if that is not positive, in tokens: the power of two nearest to
     the rule above, at most LARGEST_BATCH, but at least one micro-batch on every rank (rows_unit tokens) and a multiple
     of it.
     """

@@ -41,8 +41,8 @@ def momentum_at(
     rise_steps: int = 300,
 ) -> float:
     """
-    Muon's: 0.85 rising to the peak over rise_steps, since early gradients turn too fast to be averaged for long; in the
-    warmdown falling to `final`, since late steps are small beside the average. left: see warmdown_left.
+    Muon's momentum rises from 0.85 to the peak over rise_steps: early gradients turn too fast to be averaged for long.
+    In the warmdown it falls to `final`: late steps are small beside the average. left: see warmdown_left.
     """
     rise = 0.85 + (peak - 0.85) * min(step / rise_steps, 1.0)
     fall = final + (peak - final) * left
@@ -74,9 +74,9 @@ def apply_schedule(
 
 def rows_at_a_time(rows: int, ranks: int, most: int, pipeline_stages: int = 1) -> int:
     """
-    Rows per rank and micro-step, at most `most`, for steps of `rows`: what divides each rank's share. Where the ranks
-    do not divide a step, places in its last micro-step are empty: up to a tenth, so that micro-steps are large. A
-    pipeline has no empty places.
+    Rows per rank and micro-step, at most `most`, for steps of `rows`: a divisor of each rank's share. If the ranks do
+    not divide a step, up to a tenth of its places, in its last micro-step, stay empty so that micro-steps are large.
+    A pipeline has none.
     """
     if rows % ranks == 0 or pipeline_stages > 1:
         return math.gcd(rows // ranks, most)
@@ -94,8 +94,8 @@ def accumulation_steps(
     uneven: bool = False,
 ) -> int:
     """
-    Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work. uneven: also for
-    a number of micro-batches that the ranks do not divide; in the last micro-step some ranks then have no rows.
+    Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work. uneven: allow a
+    number of micro-batches that the ranks do not divide; in the last micro-step some ranks then have no rows.
     """
     if total_batch_size < 1:
         raise UserError(f"total_batch_size={total_batch_size} must be at least 1, or -1 to have it chosen")

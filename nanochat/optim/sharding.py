@@ -1,6 +1,6 @@
 """
 What all stages of ZeRO share: which rank keeps what, the one small collective of a step, and whole parameters. The
-stages themselves are in zero.py (0 to 2, the place to begin reading) and in fsdp.py (3).
+stages themselves are in zero.py (0 to 2; begin reading there) and in fsdp.py (3).
 """
 import contextlib
 from abc import ABC, abstractmethod
@@ -112,7 +112,7 @@ class Sharding(ABC):
     @abstractmethod
     def accumulate(self, last: bool, passes: int = 1) -> contextlib.AbstractContextManager[None]:
         """
-        Around forward and backward pass of a micro-step, equally often on every rank; last: the last micro-step of the
+        Around a micro-step's forward and backward passes, equally often on every rank. last: the last micro-step of the
         optimizer step. passes: backward passes of each unit.
         """
 
@@ -140,22 +140,22 @@ class Sharding(ABC):
         save: bool = False,
     ) -> StepStats:
         """
-        The one small collective of a step, after its last backward pass. Then every shard has its averaged gradient, or
-        zeros where the step is not ok.
+        The one small collective of a step, after its last backward pass. After it every shard has its averaged
+        gradient, or zeros if the step is not ok.
 
         loss, count: of this rank's part of the batch. The mean loss is Σ loss / Σ count over ranks; the summed gradient
-        is divided by Σ count, too. With count 1 that is the number of ranks: right where each rank back-propagates a
-        mean over equally many targets. Where they have unequally many, back-propagate sums and count the targets.
+        is divided by Σ count, too. With count 1 that is the number of ranks: right if each rank back-propagates a mean
+        over equally many targets. If their numbers of targets differ, back-propagate sums and count the targets.
         grad_clip: largest norm of the averaged gradient, 0 for no limit.
         stop, save: whether this rank asks all to end the run, to save a checkpoint.
-        UserError where no backward pass was the last one of `accumulate` since the step before.
+        UserError if `accumulate` was not called with last=True since the previous step.
         """
         if not self.last:
             raise UserError("reduce_and_clip without a last micro-step: run each backward pass within "
                             "accumulate(last=...), the last one of a step with last=True")
         self.last = False
         self.collect_gradients()
-        # Where clipping depends on the norm, it is summed in float64: in float32 its last digits, and so the run, would
+        # If clipping depends on the norm, it is summed in float64: in float32 its last digits, and so the run, would
         # depend on how the gradient is cut.
         exact = sum_dtype(self.device)
         norm_dtype = exact if grad_clip > 0 else torch.float32
@@ -171,7 +171,7 @@ class Sharding(ABC):
         else:
             count = squared.new_full((), count)
         sums = torch.stack([loss.detach().to(exact), count, squared])
-        # NaN and Inf anywhere in the gradient make its norm so.
+        # Any NaN or Inf in the gradient makes its norm non-finite.
         bad = (~sums.isfinite().all()).to(exact)
         requests = torch.stack([bad, squared.new_full((), stop), squared.new_full((), save)])
         sums = torch.cat([sums, requests])  # (6,)
@@ -181,7 +181,7 @@ class Sharding(ABC):
 
         norm = squared.sqrt() / count
         ok = ((bad == 0) & norm.isfinite() & loss.isfinite()).float()
-        # The only division by the number of ranks, as part of `count`; it clips, too.
+        # The only division by the number of ranks, which `count` includes; it also clips.
         divisor = count
         if grad_clip > 0:
             divisor = count * (norm / grad_clip).clamp(min=1)
@@ -203,7 +203,7 @@ class Sharding(ABC):
     @torch.no_grad()
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """
-        (name, whole parameter in the compute dtype), one at a time, with the layers of other pipeline stages; every
+        (name, whole parameter in the compute dtype), one at a time, including layers of other pipeline stages; every
         rank must iterate over all. COLLECTIVE.
         """
         self.wait_for_params()

@@ -7,7 +7,7 @@ ZeRO: what each rank keeps, and what travels when. Rajbhandari et al. 2020, arXi
     2            whole                        1/N; reduce-scattered in every micro-step        1/N
     3            1/N; gathered unit by unit   1/N; reduce-scattered in every micro-step        1/N
 
-On stages 1 to 3 Muon's matrices travel besides: once per step to the rank that orthogonalizes each, and back
+On stages 1 to 3 Muon's matrices travel, too: once per step to the rank that orthogonalizes each, and back
 (`MatrixExchange` in muon.py). AdamW needs no communication.
 
 A unit is the embedding, a block or the head. Its gradients start to travel as soon as the backward pass has computed
@@ -15,10 +15,9 @@ all of them. With one micro-step per optimizer step, stages 1 and 2 send the sam
 dtypes: on stages 0 and 1 a parameter's gradient is float32, the sum of its micro-steps; on stage 2 it has the dtype in
 which it was computed, and only the sum over ranks is float32.
 
-N is the number of ranks in a shard group, `shard_size`. Several groups are replicas: they keep the same and add up
-their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing. In a
-pipeline all this holds for the data-parallel ranks of each pipeline stage, which keep other layers than the other
-stages.
+N is the number of ranks in a shard group, `shard_size`. Several groups are replicas: they keep the same shards and add
+up their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing. In a
+pipeline all this holds for the data-parallel ranks of each pipeline stage; each stage keeps its own layers.
 
 Optimizer state is float32: masters and moments. On stages 0 to 2 the masters are copies of this rank's part of the
 parameters, but with dtype float32 they are the parameters' own memory. Stage 3 is PyTorch's fully_shard: the masters
@@ -38,7 +37,7 @@ from nanochat.optim.partition import Shard, equal_ranges
 from nanochat.optim.sharding import Sharding
 from nanochat.runtime.collectives import all_gather_single, reduce_scatter
 
-# Units whose whole gradients are being sent at once. More would take memory.
+# Units whose whole gradients are in flight at once. More would take memory.
 MAX_IN_FLIGHT = 2
 
 
@@ -55,13 +54,13 @@ def shard_model(
     """
     Shard a model with the same weights on every rank, on `device`, and cast it to `dtype`.
 
-    weights: for a model on the meta device, returns the whole weights of a parameter by its name. One unit after the
-    other gets its weights and is sharded, so that no rank ever holds more than one whole unit beside its own parts.
+    weights: for a model on the meta device, returns the whole weights of a parameter by its name. Units get their
+    weights and are sharded one by one, so no rank ever holds more than one whole unit beside its own parts.
     units: the modules whose parameters travel together, in the order of the forward pass. On stages 0 to 2 a rank may
     leave out units in a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
     shard_size: ranks of a shard group, -1 for all. pipeline_stages: groups of neighbouring ranks, each with layers of
     its own; see nanochat.optim.pipeline.
-    UserError for ranks that start from different weights, for a shard_size that does not divide them, and for frozen or
+    UserError for ranks that start from different weights, a shard_size that does not divide the ranks, and frozen or
     tied parameters. COLLECTIVE.
     """
     kind = FullyShard if zero_stage == 3 else Buckets
@@ -101,13 +100,13 @@ class Bucket:
             master.copy_(params[name].data.flatten()[r.start : r.end])
             self.shards.append(Shard(name, shapes[name], r.start, r.end, master))
 
-        # Autograd sums micro-steps in float32, also where products are bfloat16. A gradient that is sent before the
-        # next one comes keeps its own dtype.
+        # Autograd sums micro-steps in float32, even if products are bfloat16. A gradient that is sent in every
+        # micro-step keeps its own dtype.
         is_summed_here = sharding.zero_stage < 2 or ranks == 1
         offset = 0
         for p in params.values():
             view = self.flat[offset : offset + p.numel()].view(p.shape)
-            # This frees the memory that the weights came in.
+            # This frees the original weights' memory.
             p.data = view.copy_(p.data)
             p.grad_dtype = torch.float32 if is_summed_here else None
             offset += p.numel()
@@ -133,7 +132,7 @@ class Bucket:
         return torch.cat(parts, out=torch.empty_like(self.flat, dtype=torch.float32))
 
     def wait(self, *_) -> None:
-        """Until `flat` and `grad` are complete. Also a hook: it runs before each forward pass of the unit."""
+        """Wait until `flat` and `grad` are complete. Also a hook before each forward pass of the unit."""
         for work, _source in self.pending:
             work.wait()
         self.pending.clear()
@@ -149,7 +148,7 @@ class Buckets(Sharding):
 
     def __init__(self, *layout):
         super().__init__(*layout)
-        self.buckets: list[Bucket] = []         # one of each unit
+        self.buckets: list[Bucket] = []         # one per unit
         self.passes = 1                         # backward passes in this micro-step
         self.unsent: deque[Bucket] = deque()    # in this micro-step, in the order in which every rank sends
         self.in_flight: deque[tuple] = deque()  # (bucket, work, its output, its input, sent in the last micro-step)
@@ -180,7 +179,7 @@ class Buckets(Sharding):
         if self.dp_ranks > 1 and sends_now:
             self.unsent.extend(reversed(self.buckets))
         yield
-        # What is left are buckets with a parameter that took no part in the loss.
+        # The remaining buckets have a parameter that took no part in the loss.
         while self.unsent:
             self.send(self.unsent.popleft())
         for bucket in self.buckets:
@@ -209,7 +208,7 @@ class Buckets(Sharding):
         self.in_flight.append((bucket, work, own, whole, self.last))
 
     def receive(self) -> None:
-        """Wait for the oldest sum and add it to the bucket's; if it is the step's last, start the sum over replicas."""
+        """Wait for the oldest sum and add it to the bucket's; in the last micro-step, start the sum over replicas."""
         bucket, work, own, _whole, last = self.in_flight.popleft()
         work.wait()
         if bucket.grad is None:
