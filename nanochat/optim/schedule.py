@@ -95,7 +95,7 @@ def accumulation_steps(
 ) -> int:
     """
     Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work. uneven: allow a
-    number of micro-batches that the ranks do not divide; in the last micro-step some ranks then have no rows.
+    number of micro-batches that the ranks do not divide; in the last micro-step some ranks have no rows.
     """
     if total_batch_size < 1:
         raise UserError(f"total_batch_size={total_batch_size} must be at least 1, or -1 to have it chosen")

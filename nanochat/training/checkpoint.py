@@ -4,7 +4,7 @@ Checkpoints: a folder per step, whole or absent, checked when it is read, and lo
     $NANOCHAT_BASE_DIR/base_checkpoints/<model_tag>/step_000020/
         model.safetensors                    the weights in the compute dtype, whole: what inference needs
         optimizer_rank_00000.safetensors …   masters and moments, as each rank of a shard group kept them
-        meta.json                            settings, shapes, where the data and the loop are
+        meta.json                            settings, shapes, positions in data and loop
         tokenizer…                           the tokenizer the weights belong to
         manifest.json                        SHA-256 of each file above; its presence makes the folder a checkpoint
 
@@ -51,13 +51,13 @@ def list_tags(folder: Path) -> list[str]:
 
 
 def newest_saved(folder: Path) -> str:
-    """The end of a message about a run or a save that failed: where one can go on."""
+    """The end of a message about a failed run or save: where one can go on."""
     newest = newest_step(folder)
     return f"the newest saved step is {newest}" if newest else f"no step is saved in {folder}"
 
 
 def has_training_state(checkpoint: Path) -> bool:
-    """Whether a run can go on from it: an import has weights only."""
+    """Whether a run can resume from it: an import has weights only."""
     return any(checkpoint.glob("optimizer_rank_*.safetensors"))
 
 
@@ -70,8 +70,8 @@ def read_meta(checkpoint: Path) -> dict:
 
 def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     """
-    The first problem of a checkpoint, naming the file; None when every file has its checksum of the manifest. Without
-    `training` the optimizers' files, which only a resumed run loads, are not read. Each rank reads its share of the
+    The first problem of a checkpoint, naming the file; None if every file has its checksum of the manifest. Without
+    `training` the optimizers' files, which only a resumed run loads, are not read. Each rank reads a share of the
     files: hashing takes as long as reading. COLLECTIVE.
     """
     rank, world_size = rank_and_size()
@@ -79,7 +79,7 @@ def problem_with(checkpoint: Path, training: bool = True) -> str | None:
 
 
 def problem_in_share(checkpoint: Path, training: bool, rank: int, world_size: int) -> str | None:
-    """`problem_with` those files that this rank reads; every rank reads the manifest."""
+    """`problem_with` for this rank's share of the files; every rank reads the manifest."""
     try:
         sums = json.loads((checkpoint / "manifest.json").read_bytes())
     # Missing, not UTF-8, or not JSON.
@@ -97,8 +97,8 @@ def problem_in_share(checkpoint: Path, training: bool, rank: int, world_size: in
 
 def find_checkpoint(folder: Path, step: int | None = None, training: bool = True) -> Path:
     """
-    The checkpoint of a step, or the newest valid one (step None): a damaged one is named and the one before it used.
-    training: as for `problem_with`. UserError when there is none. COLLECTIVE.
+    The checkpoint of a step, or the newest valid one (step None): damaged ones are reported and passed over.
+    training: as for `problem_with`. UserError if there is none. COLLECTIVE.
     """
     steps = from_rank0(list_steps, folder)
     for candidate in reversed(steps):
@@ -131,7 +131,7 @@ def model_dir(source: str, model_tag: str | None) -> Path:
 
 def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
     """
-    `find_checkpoint` among those of a training stage, verified for inference. A line says if the newest one is not of
+    `find_checkpoint` for a training stage, verified for inference. Prints a note if the newest checkpoint is not from
     the run's end. COLLECTIVE.
     """
     checkpoint = find_checkpoint(model_dir(source, model_tag), step, training=False)
@@ -142,10 +142,10 @@ def find_model(source: str, model_tag: str | None = None, step: int | None = Non
 
 def latest_stage(model_tag: str | None = None) -> str:
     """
-    The training stage of a model, or of any (model_tag None), that was trained last: after a stage was trained anew,
-    the later ones still come from its old model. UserError where there is none. Rank 0 only.
+    The most recently trained stage of a model, or of any model (model_tag None): after a stage was trained again, later
+    stages still come from its old model. UserError if there is none. Rank 0 only.
     """
-    saved = []  # (time, place of the stage in the order of a run); of copies with one time, the furthest stage
+    saved = []  # (time, place of the stage in the order of a run); if times are equal, the furthest stage
     known: set[str] = set()
     for stage in STAGES:
         for meta in checkpoint_dir(stage, "").glob("*/step_*/meta.json"):
@@ -161,7 +161,7 @@ def latest_stage(model_tag: str | None = None) -> str:
 
 
 def tasks_of(stage: str, model_tag: str) -> str:
-    """The tasks that a model of this stage was trained on, and those of the stages before: the latest first."""
+    """The tasks that a model was trained on in this stage and in the stages before it, the latest first."""
     specs = []
     for earlier in reversed(STAGES[: STAGES.index(stage) + 1]):
         newest = newest_step(checkpoint_dir(earlier, model_tag))
@@ -186,17 +186,17 @@ def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokeni
 
 def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: int = -1) -> Path | None:
     """
-    The checkpoint a run continues from, or None to start anew. UserError, unless `overwrite` is set, when checkpoints
-    are in the way: those of another run, or those newer than resume_from_step. No checkpoint is removed here.
+    The checkpoint a run continues from, or None to start from zero. UserError, unless `overwrite` is set, if
+    checkpoints of another run, or newer than resume_from_step, are in the way. No checkpoint is removed here.
 
-    torchrun starts ranks again after a failure, and when hosts come or go. Such ranks continue from the newest
+    torchrun restarts ranks after a failure, and when hosts come or go. Restarted ranks continue from the newest
     checkpoint that the same torchrun's ranks have written, and ignore the settings about resuming; without one they
     begin as the settings say. COLLECTIVE.
     """
     from_rank0(recover_steps, folder)
     steps = from_rank0(list_steps, folder)
 
-    # ---- Ranks that torchrun started again
+    # ---- Ranks that torchrun restarted
     own = launchers()
     if from_rank0(has_written, own, folder):
         newest = find_checkpoint(folder)
@@ -210,7 +210,7 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
                             "choose another --model_tag, or --overwrite")
         return None
 
-    # ---- A run that goes on
+    # ---- A resumed run
     checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
     if not from_rank0(has_training_state, checkpoint):
         raise UserError(f"{checkpoint} has weights only, as an import has: no run can go on from it; start the next "
@@ -223,13 +223,13 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
 
 
 def meta_of_same_model(checkpoint: Path, config: GPTConfig, tokenizer: Tokenizer, data: str) -> dict:
-    """The meta of the checkpoint that a run goes on from. UserError if its model or its tokenizer is not the run's."""
+    """The meta of the checkpoint that a run resumes from. UserError if its model or its tokenizer is not the run's."""
     meta = read_meta(checkpoint)
     if meta["tokenizer"] != tokenizer.fingerprint:
         put_back = f"cp {checkpoint / FILE_NAME} {tokenizer_dir(data)}"
         raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; "
                         f"put back its own, {put_back}, or choose another --model_tag")
-    # Pieces without parameters leave no trace in the weights, and a default may have changed: the configs are compared.
+    # Configs are compared: pieces without parameters leave no trace in the weights, and a default may have changed.
     if differing := dict(vars(GPTConfig(**meta["model_config"])).items() - vars(config).items()):
         raise UserError(f"{checkpoint} does not fit this run: its model has {differing}; "
                         "say so with --depth and --arch=modern,NAME=VALUE, or choose another --model_tag")
@@ -238,16 +238,16 @@ def meta_of_same_model(checkpoint: Path, config: GPTConfig, tokenizer: Tokenizer
 
 def launcher() -> str:
     """
-    The torchrun that has started this process, "" without one: its host and the folder of its logs, which has a random
-    name. It stays the same when ranks are started again. (torchrun's count of restarts leaves out those for hosts that
-    come and go, and a later run may have the same run id.)
+    An id of the torchrun that started this process, "" without one: its host and its log folder, which has a random
+    name. The id stays the same when ranks are restarted. (torchrun's count of restarts leaves out restarts for hosts
+    that come and go, and a later run may have the same run id.)
     """
     logs, _, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")
     return f"{socket.gethostname()} {logs}" if logs else ""
 
 
 def launchers() -> list[str]:
-    """The launchers of all ranks. Of an elastic run some stay when hosts come and go. COLLECTIVE."""
+    """The launchers of all ranks. In an elastic run some stay when hosts come and go. COLLECTIVE."""
     return sorted(set(gather_objects(launcher())) - {""})
 
 
@@ -268,8 +268,8 @@ def has_written(launchers: list[str], folder: Path) -> bool:
 
 def changed_settings(before: dict, now: dict) -> str:
     """
-    A line for each setting that differs from the checkpoint's. Only without such lines is a resumed run exact. One
-    that the checkpoint lacks, as it is newer, is not compared: its default does what was done before.
+    A line for each setting that differs from the checkpoint's. A resumed run is exact only if there are none. A setting
+    that is newer than the checkpoint is not compared: its default does what was done before.
     """
     text = ""
     for name, value in now.items():
@@ -280,14 +280,14 @@ def changed_settings(before: dict, now: dict) -> str:
 
 
 def lock_path(folder: Path) -> Path:
-    """Locked by the process that writes checkpoints into the folder; its text names that process."""
+    """The file that the process writing checkpoints into the folder locks; its text names the process."""
     return folder.with_name(f".{folder.name}.lock")
 
 
 def claim(folder: Path) -> TextIO:
     """
     Make this process the only one that writes checkpoints into the folder, until the lock that is returned is closed or
-    the process ends. UserError that names the process that writes there now.
+    the process ends. The UserError names the process that writes there now.
     """
     path = lock_path(folder)
     try:
@@ -304,8 +304,8 @@ def claim(folder: Path) -> TextIO:
 
 def recover_steps(folder: Path) -> None:
     """
-    Put back the step that a run was replacing when it was killed, and remove what killed saves left. UserError while
-    another run writes there.
+    Put back the step that a run was replacing when it was killed, and remove the remains of killed saves. UserError
+    while another run writes there.
     """
     # A run that will be refused leaves nothing, not even the lock.
     if not folder.exists() and not lock_path(folder).exists():

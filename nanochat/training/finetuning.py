@@ -1,4 +1,4 @@
-"""How the stages after pretraining begin: from the model of the stage before, or from where an interrupted run was."""
+"""How the stages after pretraining begin: from the previous stage's model, or from an interrupted run's checkpoint."""
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -43,16 +43,16 @@ class Start(NamedTuple):
     """Where a run of a training stage begins."""
 
     checkpoints: Path       # the folder of its checkpoints
-    begin: Path             # the checkpoint to load: of the stage before, or of an interrupted run that goes on
-    origin: str             # the checkpoint of the stage before that it all began with, and the sum of its weights
+    begin: Path             # the checkpoint to load: of the previous stage, or of an interrupted run to resume
+    origin: str             # the previous stage's checkpoint that the run began with, and the sum of its weights
     meta: dict              # of `begin`
-    resumed: dict | None    # also, of an interrupted run that goes on
+    resumed: dict | None    # the same, if an interrupted run is resumed
 
 
 def find_source(folder: Path, step: int | None) -> Path:
     """
-    The checkpoint of a model whose weights a run begins with, verified. UserError where the model's own run has not
-    reached its end, unless its step is named. COLLECTIVE.
+    The verified checkpoint whose weights a run begins with. UserError if the source model's own run has not reached its
+    end, unless a step is given. COLLECTIVE.
     """
     begin = find_checkpoint(folder, step, training=False)
     if step is None and (place := unfinished(begin)):
@@ -64,8 +64,8 @@ def find_source(folder: Path, step: int | None) -> Path:
 
 def find_start(stage: str, source: str, settings: dict) -> Start:
     """
-    Where a run of a training stage ("mid", "sft", "rl") begins, as the settings of its script say; source: the stage
-    before. UserError as for `find_source`. COLLECTIVE.
+    Where a run of a training stage ("mid", "sft", "rl") begins, by its script's settings; source: the previous stage.
+    UserError as for `find_source`. COLLECTIVE.
     """
     source_dir, source_step = model_dir(source, settings["model_tag"]), settings["source_step"]
     checkpoints = checkpoint_dir(stage, source_dir.name)
@@ -73,8 +73,8 @@ def find_start(stage: str, source: str, settings: dict) -> Start:
     if interrupted is None:
         begin = find_source(source_dir, source_step)
         return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), None)
-    # Compared by `require_same_data`: the checkpoint that the run would begin with now. Where it is gone, and after a
-    # restart by torchrun, which has no reason to stop if the source was trained on: the one it began with.
+    # `require_same_data` compares the origin: the checkpoint that the run would begin with now. If that is gone, or
+    # torchrun restarted the run (which need not stop if the source was trained further), the old origin is kept.
     meta = read_meta(interrupted)
     if wrote(launchers(), meta) or not from_rank0(list_steps, source_dir):
         origin = meta["data_state"]["origin"]
@@ -87,9 +87,9 @@ def load_training(
     start: Start, settings: dict, device: torch.device, dtype: torch.dtype,
 ) -> tuple[GPT, Tokenizer, Sharding, tuple]:
     """
-    What a run trains: (model, tokenizer, sharding, optimizers). For an interrupted run also masters and moments are
-    loaded; otherwise the optimizers begin anew. settings: of the script; those that a resumed run has changed are
-    named. COLLECTIVE.
+    (model, tokenizer, sharding, optimizers) of a run. For an interrupted run, masters and moments are loaded, too;
+    otherwise the optimizers start from zero. settings: of the script; those that a resumed run has changed are printed.
+    COLLECTIVE.
     """
     model, tokenizer, _ = load_checkpoint(start.begin, torch.device("meta"))
     # The weights come unit by unit, in the dtype they were saved in: no rank holds more than one whole unit beside its
@@ -107,7 +107,7 @@ def load_training(
 
 def require_same_data(start: Start, data_state: dict) -> None:
     """
-    UserError where an interrupted run would go on from another model, or with other rows, than it began with.
+    UserError if an interrupted run would go on from another model, or with other rows, than it began with.
     """
     if not start.resumed:
         return
@@ -121,8 +121,8 @@ def require_same_data(start: Start, data_state: dict) -> None:
 def choose_epochs_and_rate(conversations: int, num_epochs: int, init_lr_frac: float) -> tuple[int, float]:
     """
     How often each conversation is seen, and the part of the learning rates to begin with; −1: chosen here. FEW rows,
-    32 a step, teach their content at FEW_RATE, so a few hundred conversations are seen several times. The more rows
-    there are, the lower the rate, as what a run learns goes with the sum of its rates.
+    32 a step, are learned at FEW_RATE, so a few hundred conversations are seen several times. The more rows there are,
+    the lower the rate, because learning depends on the sum of a run's rates.
     """
     if num_epochs == -1:
         num_epochs = min(max(round(FEW / conversations), 1), MOST_EPOCHS)
@@ -132,7 +132,7 @@ def choose_epochs_and_rate(conversations: int, num_epochs: int, init_lr_frac: fl
 
 
 def row_length(max_seq_len: int, meta: dict) -> int:
-    """Tokens of a row: the setting, or for −1 the model's (meta of a checkpoint); UserError for longer ones."""
+    """Tokens of a row: the setting, or for −1 the model's limit (meta: of a checkpoint). UserError if longer."""
     longest = meta["model_config"]["sequence_len"]
     if max_seq_len > longest:
         raise UserError(f"max_seq_len={max_seq_len} must be within 1 and the model's {longest}, or -1 for that")
@@ -151,8 +151,8 @@ def plan_steps(
     shape: BatchShape, unit: str = "rows",
 ) -> tuple[int, dict]:
     """
-    (optimizer steps, data_state) of a run that takes these steps once, per_step rows or other units in each: all, or
-    the first num_iterations. data_state: what the rows depend on; UserError as `require_same_data`.
+    (optimizer steps, data_state) of a run over these steps, each of per_step rows or other units: all once, or the
+    first num_iterations. data_state: everything the rows depend on; UserError as in `require_same_data`.
     """
     data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": settings["seed"],
                   "max_seq_len": shape.max_seq_len, "rows_per_step": per_step}

@@ -24,13 +24,13 @@ from nanochat.training.records import duration, read_metrics
 
 # Decay per step of the smoothed loss: a mean over about ten steps.
 EMA_DECAY = 0.9
-# After as many steps in a row without a finite loss and gradient a run ends: it will not recover.
+# A run ends after this many steps in a row without a finite loss and gradient: it will not recover.
 MAX_BAD_STEPS = 10
 MONTH = 30 * 86400  # seconds
 
 
 def require_wandb(run: str) -> None:
-    """UserError when a run is to be logged to wandb, which is not there or not logged in. Rank 0 only."""
+    """UserError if a run asks for wandb, which is not installed or not logged in. Rank 0 only."""
     if not run or not is_rank0():
         return
     try:
@@ -46,14 +46,14 @@ def require_wandb(run: str) -> None:
 class Metrics:
     """
     The numbers of a run. `log_step` takes a step's numbers as a tensor on the device and reads it one step later, when
-    the device has computed it: logging never waits for the step that runs. On a CPU it reads it at once.
+    the device has computed it: logging never waits for the running step. On a CPU it reads the tensor at once.
 
     Every rank reads the same sums, so every rank knows at the same step that some rank wants the run to stop
     (`stop_requested`), that it is time for a checkpoint (`save_requested`), and how many steps in a row were skipped
     because a loss or gradient was not finite (`bad_steps`). Only rank 0 prints and writes.
 
     total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint, to go on from. UserError
-    for a checkpoint beyond the run's end: its results would be those of no run.
+    for a checkpoint beyond the run's end: its results would belong to no run.
     """
 
     def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
@@ -94,7 +94,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around saves and evaluations: all steps are read and written before, and their time counts for no step."""
+        """Around saves and evaluations: all steps are logged first, and the time inside counts for no step."""
         self.flush()
         yield
         self.clock = time.perf_counter()
@@ -120,8 +120,8 @@ class Metrics:
 
     def log_step(self, step: int, values: Tensor, lrm: float, tokens: int | None = None) -> None:
         """
-        A finished optimizer step. values: (5,) mean loss, gradient norm, 1 if both are finite, ranks that ask to stop
-        and to save. tokens: of all ranks, where they differ from step to step.
+        Log a finished optimizer step. values: (5,) mean loss, gradient norm, 1 if both are finite, ranks that ask to
+        stop and to save. tokens: over all ranks, if they differ from step to step.
         """
         self.flush()
         steps_before, lrm_before = self.state.get("schedule", (self.num_iterations, lrm))
@@ -132,7 +132,7 @@ class Metrics:
         now = time.perf_counter()
         copied = None
         if values.is_cuda:
-            # A copy and an event of its own: reading them must not wait for the step that is queued behind them.
+            # A copy and an event for each step: reading must not wait for the step that is queued behind them.
             values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
@@ -167,8 +167,8 @@ class Metrics:
             self.session_seconds += dt
         self.session_steps += 1
         tok_per_sec = tokens / dt
-        # No device is faster than its peak. One that was measured beside other processes was too low: from here the
-        # best rate of the run counts, so that MFU on a CPU is at most what is shown.
+        # No device exceeds its peak. A peak measured beside other processes was too low: from here the run's best rate
+        # counts. So the MFU shown on a CPU is an upper bound.
         self.peak_flops = max(self.peak_flops, self.flops_per_token * tok_per_sec)
         mfu = self.flops_per_token * tok_per_sec / self.peak_flops
         if ok:
@@ -193,8 +193,8 @@ class Metrics:
 
     def log_validation(self, step: int, bpb: float, floor: float | None = None, of: str = "") -> None:
         """
-        floor: entropy of the corpus in bits per byte, where it is known. of: one of the run's further data sets, whose
-        validation is not the run's.
+        floor: entropy of the corpus in bits per byte, if known. of: one of the run's further data sets, whose
+        validation does not count as the run's.
         """
         best = self.state["min_val_bpb"]
         if not of:
@@ -204,7 +204,7 @@ class Metrics:
         print0(f"step {step:05d}/{self.num_iterations:05d} | validation{name} {bpb:.4f} bits per byte")
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Measurements; names are <kind>/<what>, and a step has one record of a kind."""
+        """Log measurements; names are <kind>/<what>, and a step has one record per kind."""
         if not is_rank0():
             return
         warned = bool(self.unwritten)
@@ -213,7 +213,7 @@ class Metrics:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(self.unwritten)
             self.unwritten = ""
-        # A full disk, most often: a line is worth less than the run.
+        # Usually a full disk: a line is worth less than the run.
         except OSError as error:
             if not warned:
                 print0(f"warning: {self.path} cannot be written: {error.strerror}; the run goes on, and writes it "
@@ -238,8 +238,8 @@ class Metrics:
 def announce_length(depth: int, steps: int, tokens: int, flops_per_token: int, device: torch.device,
                     dtype: torch.dtype, ranks: int, wanted: bool) -> None:
     """
-    Print how long a run is, at the peak rate of every rank. wanted: somebody gave its number of steps, or it has begun
-    already; otherwise more than a month on a CPU is a UserError.
+    Print how long a run is, at the peak rate of every rank. wanted: the user set its number of steps, or it has already
+    begun; otherwise more than a month on a CPU is a UserError.
     """
     flops = tokens * flops_per_token
     peak = peak_flops(device, dtype)
@@ -254,7 +254,7 @@ def announce_length(depth: int, steps: int, tokens: int, flops_per_token: int, d
 
 
 def peak_memory() -> float:
-    """The most GiB that this process has held so far: of its GPU, what the allocator took; else of host memory."""
+    """The most GiB that this process has held so far: on a GPU, taken by the allocator; else of host memory."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved() / 2**30
     # macOS counts bytes, Linux KiB.

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure  # no pyplot, so no backend is chosen and n
 from nanochat.runtime.files import write_aside
 from nanochat.training.records import read_metrics
 
-BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # distinct for colour-blind eyes as well
+BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # distinct also for colour-blind readers
 
-# Title, unit, name in metrics.jsonl, scale. On a linear scale the end of a falling loss crowds at the foot.
+# Title, unit, name in metrics.jsonl, scale. A linear scale would squeeze the end of a falling loss.
 LOSS = "Training loss, step by step (the terminal shows it smoothed)", "nats per token", "train/loss", "log"
 VALIDATION = "Validation", "bits per byte", "val/bpb", "log"
 POLICY_LOSS = "Policy loss: only its gradient means something", "nats per token, by advantage", "train/loss", "linear"
@@ -41,7 +41,7 @@ def metrics_figure(records: list[dict], floor: float | None) -> Figure:
         steps, values = np.array(points, dtype=float).reshape(-1, 2).T
         axes.set(title=title, xlabel="step", ylabel=unit, yscale=scale)
         axes.grid(color="#e6e9ed")
-        if scale == "log":  # plain numbers, where powers of ten alone would leave the axis without any
+        if scale == "log":  # plain numbers, as powers of ten alone could leave the axis without any
             axes.yaxis.set_major_formatter("{x:g}")
             if len(values) and values.max() < 10 * values.min():
                 axes.yaxis.set_minor_formatter("{x:g}")

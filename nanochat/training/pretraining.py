@@ -18,15 +18,15 @@ class Beginning(NamedTuple):
     """Where a run of pretraining begins."""
 
     checkpoints: Path           # the folder of its checkpoints
-    resumed: Path | None        # one of them: the run was interrupted, and goes on from it
-    weights: Path | None        # the checkpoint whose weights are read first; None: they are drawn
-    origin: str                 # of a run that began with the weights of another model: that checkpoint and its sum
+    resumed: Path | None        # the one to resume from, if the run was interrupted
+    weights: Path | None        # the checkpoint with the initial weights; None: they are drawn
+    origin: str                 # if the run began with the weights of another model: that checkpoint and its sum
 
 
 def find_beginning(settings: dict, default_tag: str) -> Beginning:
     """
-    Where a run begins, as the settings of scripts/base_train.py say; default_tag: where they name no model_tag. A
-    resumed run does not need the model that it was begun from. COLLECTIVE.
+    Where a run begins, as the settings of scripts/base_train.py say; default_tag: if they name no model_tag. A
+    resumed run does not need the model that it began from. COLLECTIVE.
     """
     begin_from, model_tag = settings["begin_from"], settings["model_tag"]
     if begin_from and model_tag in ("", begin_from):
@@ -49,8 +49,8 @@ def find_beginning(settings: dict, default_tag: str) -> Beginning:
 
 def continued_model(checkpoint: Path, settings: dict) -> tuple[GPTConfig, Tokenizer]:
     """
-    The architecture and tokenizer of a model that is trained further: the checkpoint's, but for max_seq_len, and for
-    changes in arch that leave the weights' shapes as they are. UserError for settings that would make another model.
+    The architecture and tokenizer of a model that is trained further: the checkpoint's, except for max_seq_len and
+    changes in arch that keep the weights' shapes. UserError for settings that would make another model.
     """
     config, depth, arch = GPTConfig(**read_meta(checkpoint)["model_config"]), settings["depth"], settings["arch"]
     name, changes = parse_architecture(arch)

@@ -1,4 +1,4 @@
-"""What runs leave behind, read again. Without torch, which a report does not need."""
+"""Reads the files that runs leave. Imports no torch: a report does not need it."""
 import contextlib
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def newest_step(folder: Path) -> Path | None:
 
 
 def unfinished(checkpoint: Path) -> str:
-    """ "step 9 of 300" for a checkpoint of a run that has not reached its end, as one that was stopped; else ""."""
+    """ "step 9 of 300" if the checkpoint's run has not reached its end, as after a stop; else ""."""
     meta = json.loads((checkpoint / "meta.json").read_bytes())
     steps = meta.get("num_iterations", 0)  # an import has none
     return f"step {meta['step']} of {steps}" if meta["step"] < steps else ""
@@ -61,7 +61,7 @@ def models_trained_with(fingerprint: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In a unit that suits: "40s", "3.5m", "12.0h", "9.5 days", "10.9 years"."""
+    """In a suitable unit: "40s", "3.5m", "12.0h", "9.5 days", "10.9 years"."""
     if seconds < 90:
         return f"{seconds:.0f}s"
     if seconds < 5400:

@@ -1,6 +1,6 @@
 """
-Pieces of flattened tensors, from the files of the ranks that saved them to the memory of the ranks that need them: how
-a checkpoint of N ranks is loaded on M, and a checkpoint of one ZeRO stage on another.
+Copies pieces of flattened tensors from the files of the ranks that saved them to the memory of the ranks that need
+them. So a checkpoint of N ranks is loaded on M, and a checkpoint of one ZeRO stage on another.
 """
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -71,11 +71,11 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
         saved = index_of([stack.enter_context(safe_open(path, framework="pt")) for path in paths])
         if problem := first_problem(next(mismatches(weights, saved, sharding, kept), None)):
             raise UserError(f"{checkpoint} does not fit this run: {problem}")
-        # A rank has all weights; on stage 3 it has its shards, which are the masters.
+        # A rank has all weights; on stage 3 only its shards, which are the masters.
         if sharding.zero_stage < 3:
             sharding.wait_for_params()
             for name, p in sharding.model.named_parameters():
-                # In float32 that is its master as well.
+                # In float32 that loads the master, too.
                 p.copy_(weights.get_tensor(name))
         elif not sharding.separate_masters:
             for s in sharding.shards:
@@ -97,7 +97,7 @@ def index_of(files: Iterable[safe_open]) -> dict[str, list[Piece]]:
 
 
 def overlaps(pieces: list[Piece], start: int, end: int) -> Iterator[tuple[int, int, Piece]]:
-    """(low, high, piece) for each piece that has some of [start, end), which is [low, high)."""
+    """(low, high, piece) for each piece that overlaps [start, end), namely in [low, high)."""
     for piece in pieces:
         low, high = max(piece.start, start), min(piece.end, end)
         if low < high:

@@ -16,11 +16,11 @@ class Rollout:
     """A prompt and one answer to it."""
 
     ids: list[int]
-    sampled: list[bool]         # of each token: drawn by the model, neither read nor written by the tool
+    sampled: list[bool]         # of each token: drawn by the model, not in the prompt or from the tool
     logprobs: list[float]       # of each token, by the engine; 0 in the prompt
     reward: float
-    cut: bool                   # it had not ended at the largest number of tokens
-    advantage: float            # the reward, less the mean of the samples of this problem
+    cut: bool                   # it reached the largest number of tokens first
+    advantage: float            # the reward minus the mean of this problem's samples
 
     def weights(self) -> list[float]:
         """The weight of each token in the policy's loss."""
@@ -31,8 +31,8 @@ def sample_rollouts(
     task: Task, indices: list[int], model: GPT, tokenizer: Tokenizer, num_samples: int, sampling: SamplingParams,
     batch_size: int,
 ) -> list[Rollout]:
-    """num_samples rollouts of each of these problems, those of one problem next to each other, with advantages."""
-    # A draw has to have the model's own probability.
+    """num_samples rollouts of each of these problems, grouped by problem, with advantages."""
+    # No copying: a draw must have the model's own probability.
     sampling = replace(sampling, logprobs=0)
     answers = generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying=False)
     rollouts = []
@@ -48,7 +48,7 @@ def sample_rollouts(
 
 
 def rollout_stats(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean reward, mean number of sampled tokens, the part that has an advantage, and the part that was cut."""
+    """Mean reward, mean number of sampled tokens, the share with an advantage, and the share that was cut."""
     return {
         "rl/reward": fmean(rollout.reward for rollout in rollouts),
         "rl/tokens": fmean(sum(rollout.sampled) for rollout in rollouts),

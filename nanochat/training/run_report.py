@@ -6,7 +6,7 @@ The report of a run: the results of every stage, in one markdown file with plots
 
 A stage writes its section as it ends (`write_section`): into report/sections/DATA for a data set and its tokenizer, and
 into report/sections/DATA/TAG for a model that was trained on it; `generate` puts the sections of one model together. A
-training run that starts anew removes the sections about the model that it replaces (`remove_sections`).
+new training run removes the sections about the model that it replaces (`remove_sections`).
 """
 import json
 import os
@@ -28,7 +28,7 @@ ORDER = ("data", "tokenizer", "base_train", "base_eval", "chat_eval_base", "mid_
          "chat_eval_sft", "chat_rl", "chat_eval_rl")
 
 def section_path(stage: str, data: str | None, model_tag: str) -> Path:
-    """Of several data sets the first one's folder has the sections."""
+    """With several data sets, sections are in the first one's folder."""
     folder = main_data(data) if data else "unknown"
     return base_dir() / "report" / "sections" / folder / model_tag / f"{stage}.json"
 
@@ -37,10 +37,10 @@ def write_section(stage: str, title: str, body: str, model: str = "", results: d
                   data: str | None, model_tag: str = "", metrics: Path | None = None,
                   floor: float | None = None) -> None:
     """
-    Keep a stage's section for the report, in place of an earlier one of that stage. Rank 0 only.
+    Keep a stage's section for the report; it replaces the stage's earlier one. Rank 0 only.
 
-    stage: a name in ORDER.   body: markdown.   results: of a model ("base", "mid", …), its column in the summary table.
-    data: the data set it is about, or that its model was trained on; None where that is unknown (an imported model).
+    stage: a name in ORDER.   body: markdown.   results: the column of `model` ("base", "mid", …) in the summary table.
+    data: the data set it is about, or that its model was trained on; None if unknown (an imported model).
     metrics: the run's metrics.jsonl, to plot.   floor: entropy of the corpus in bits per byte, drawn beside validation.
     """
     if not is_rank0():
@@ -62,7 +62,7 @@ def remove_sections(stage: str, data: str | None, model_tag: str) -> None:
 def generate(model_tag: str = "") -> Path:
     """
     Write report.md and its figures from the sections of a model and the data set it was trained on; returns its path.
-    model_tag: empty for the model whose section is the newest. UserError where there is none.
+    model_tag: empty for the model whose section is the newest. UserError if there is none.
     """
     from nanochat.training.plots import plot_section  # matplotlib is slow to import, and sections do not need it
 
@@ -86,7 +86,7 @@ def generate(model_tag: str = "") -> Path:
 
 def summary(sections: list[dict]) -> str:
     """
-    All results in one table, with its heading; "" where there are none. Columns and rows come in the order of the
+    All results in one table, with its heading; "" if there are none. Columns and rows come in the order of the
     sections; of two results for one cell the later section's is shown.
     """
     rows: dict[str, dict[str, float | str]] = {}  # {row: {model: value}}

@@ -1,13 +1,13 @@
 """
-Saving in the background: training waits until what it changes is copied to host memory, not for the disk.
+Saving in the background: training waits only for a copy to host memory, not for the disk.
 
-    main thread, every rank        wait for the save before; copy the tensors that this rank writes
+    main thread, every rank        wait for the previous save; copy the tensors that this rank writes
     background thread, rank 0      make the folder to fill
     background thread, every rank  write, sync and hash this rank's files
     background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; remove old checkpoints
 
-A save that fails is a warning while training goes on, and an error when it was the last. An error that ends the run on
-every rank, other than in mid-update, is followed by a save of the last whole step.
+A failed save is a warning while training goes on, and an error if it was the last. After an error that ends the run on
+every rank, the last whole step is saved, unless the error came in mid-update.
 """
 import contextlib
 import json
@@ -49,8 +49,8 @@ from nanochat.training.checkpoint import (
 from nanochat.training.metrics import Metrics
 from nanochat.training.resharding import kept_state
 
-# Between checkpoints that no setting asks for: a crash costs half an hour at most. The newest two of these are kept:
-# one may be damaged.
+# Between checkpoints that no setting asks for: a crash costs at most half an hour. The newest two are kept, as one may
+# be damaged.
 SAVE_MINUTES = 30
 KEPT_BY_TIME = 2
 # How long ranks wait for the slowest one's disk. A rank that dies is noticed at once: its connection closes.
@@ -64,10 +64,10 @@ Files = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # by name: the tens
 
 class CheckpointWriter:
     """
-    Writes the checkpoints of a run into `folder`, one at a time, keeping the newest `keep_last` (−1: all); one at least
-    every `save_minutes`. UserError while another run writes there: the folder is this run's until `wait`, or the end of
-    the process. overwrite: remove the checkpoints after start_step, or all if that is 0.
-    COLLECTIVE, as are its methods: every rank calls each of them in the same order.
+    Writes a run's checkpoints into `folder`, one at a time, at least every `save_minutes`, and keeps the newest
+    `keep_last` (−1: all). UserError while another run writes there: the folder is this run's until `wait`, or the end
+    of the process. overwrite: remove the checkpoints after start_step, or all if that is 0.
+    COLLECTIVE, as are its methods: every rank calls them in the same order.
     """
 
     def __init__(self, folder: Path, sharding: Sharding, optimizers, tokenizer: Tokenizer, start_step: int = 0,
@@ -76,22 +76,22 @@ class CheckpointWriter:
         self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
         self.lock: TextIO | None = None
         self.launchers = launchers()
-        # Steps saved only because time was up, also by the run that goes on here.
+        # Steps saved only because time was up, also before this run was resumed.
         self.by_time: list[int] = from_rank0(self.take_folder, start_step, overwrite)
         last_acts.append(self.rescue)
-        self.began = time.monotonic()  # the newest save, or the run
+        self.began = time.monotonic()  # time of the newest save, or of the run's start
         self.saved = start_step        # the step of the newest save; -1: it failed
         self.state: tuple[int, Metrics, dict] | None = None  # between two steps: step, metrics and meta to save
         self.thread: threading.Thread | None = None
         self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
-        # The thread has a group of its own: its messages must not mix with those of the main thread.
+        # The thread has its own group: its messages must not mix with the main thread's.
         self.group = None
         if rank_and_size()[1] > 1:
             self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
 
     def take_folder(self, start_step: int, overwrite: bool) -> list[int]:
         """
-        Rank 0: claim the folder, and remove from it what the run may overwrite. Returns `by_time` as it was at
+        Rank 0: claim the folder, and remove the checkpoints that the run may overwrite. Returns `by_time` as it was at
         start_step.
         """
         self.lock = claim(self.folder)
@@ -110,8 +110,8 @@ class CheckpointWriter:
 
     def set_state(self, step: int, metrics: Metrics, **meta) -> None:
         """
-        Between two steps: the state that `checkpoint` saves. Until `clear_state` an exception that ends the run saves
-        it, too. meta: everything else that a resumed run needs, as JSON can hold it.
+        Between two steps: set the state that `checkpoint` saves. Until `clear_state`, an exception that ends the run
+        saves it, too. meta: everything else that a resumed run needs, as JSON values.
         """
         self.state = step, metrics, meta
 
@@ -121,8 +121,8 @@ class CheckpointWriter:
 
     def checkpoint(self, asked_for: bool) -> None:
         """
-        Save the state, unless it has been saved: if asked for, or if rank 0 says that `save_minutes` are over. The
-        newest two of the checkpoints that only time asked for are kept.
+        Save the state, unless it has been saved: if asked for, or if rank 0 says that `save_minutes` are over. Of the
+        checkpoints that were saved only for the time, the newest two are kept.
         """
         step, metrics, meta = self.state
         if not (asked_for or metrics.save_requested):
@@ -136,8 +136,8 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """
-        Return when the last save is finished, and let other runs have the folder. Raises on every rank what made it
-        fail: UserError when the disk refused.
+        Wait for the last save, and let other runs have the folder. Raises the save's error on every rank: UserError if
+        the disk refused.
         """
         self.state = None
         self.join()
@@ -156,7 +156,7 @@ class CheckpointWriter:
     def save(self, step: int, meta: dict) -> None:
         """
         Begin to save folder/step_NNNNNN; parameters may change as soon as this returns. meta must be JSON; step,
-        launchers, tokenizer and model are added to it. A kill at any moment costs nothing older.
+        launchers, tokenizer and model are added to it. A kill at any moment damages nothing older.
         """
         self.join()
         self.warn("; training goes on, the next save tries again")
@@ -166,7 +166,7 @@ class CheckpointWriter:
         text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
         # Not before: an interrupted copy has saved nothing.
         self.saved = step
-        # Not a daemon: at the end of a run that fails the interpreter waits for it, instead of killing it in mid-write.
+        # Not a daemon: when a run fails, the interpreter waits for the thread, instead of killing it in mid-write.
         self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
         self.thread.start()
 
@@ -189,18 +189,18 @@ class CheckpointWriter:
             self.thread = None
 
     def write(self, step: int, files: Files, meta: str) -> None:
-        """The thread: after a failure on one rank all ranks report the same one, and nothing half-made is left."""
+        """The thread: after a failure on one rank all ranks report that failure, and nothing half-made is left."""
         begin = publish = None
         if self.sharding.rank == 0:
             begin, publish = self.begin, self.publish
         try:
-            # Rank 0's stack has the folder to fill, and publishes it when it closes.
+            # Rank 0's stack has the folder to fill; closing the stack publishes it.
             with contextlib.ExitStack() as stack:
                 # The path is relative: hosts may mount the shared disk in different places.
                 aside = self.folder / self.gather_results(begin, step, stack)[0]
                 sums = self.gather_results(write_files, aside, files)
                 self.gather_results(publish, step, stack, aside, sums, meta)
-        # An error of any rank, or a rank has died.
+        # An error on any rank, or a dead rank.
         except Exception as error:
             self.failed = step, error
             self.saved = -1
@@ -211,7 +211,7 @@ class CheckpointWriter:
         return aside.relative_to(self.folder)
 
     def publish(self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str) -> None:
-        """Make the filled folder a checkpoint, then remove those that are too old."""
+        """Make the filled folder a checkpoint, then remove checkpoints that are too old."""
         complete(aside, sums, self.tokenizer, meta)
         stack.close()
         print0(f"saved {step_dir(self.folder, step)}")
@@ -233,7 +233,7 @@ class CheckpointWriter:
             result = function(*args) if function else None
         except (OSError, UserError) as error:
             result = error
-        # The class may be one that another rank cannot rebuild, so only its text travels.
+        # Another rank may not be able to rebuild the class, so only the text travels.
         except Exception:
             result = RuntimeError(traceback.format_exc())
         results = gather_objects(result, self.group)
@@ -244,8 +244,8 @@ class CheckpointWriter:
 
     def rescue(self) -> None:
         """
-        For a run that an exception ends: finish the save under way, then save the state. Several ranks only if all come
-        here, before the same step, and not on stage 3 of ZeRO, where parameters may be half gathered.
+        After an exception that ends the run: finish the save under way, then save the state. With several ranks, only
+        if all get here before the same step, and not on stage 3 of ZeRO, where parameters may be half gathered.
         """
         step = self.state[0] if self.state else -1
         # Ranks that failed at different points of a step may wait for each other when the parameters are copied.
@@ -293,8 +293,8 @@ def save_weights(
     folder: Path, step: int, weights: dict[str, Tensor], tokenizer: Tokenizer, config: GPTConfig, meta: dict,
 ) -> Path:
     """
-    Save folder/step_NNNNNN without a state of training, as an import does. The other stages can begin with it, no run
-    can go on from it. OSError when the disk refuses; a kill at any moment leaves nothing half-made.
+    Save folder/step_NNNNNN without training state, as an import does. Other stages can begin with it, but no run can
+    resume from it. OSError if the disk refuses; a kill at any moment leaves nothing half-made.
     """
     meta = meta | {"step": step, "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}
     target = step_dir(folder, step)
@@ -305,9 +305,9 @@ def save_weights(
 
 def copy_to_host(sharding: Sharding, optimizers) -> Files:
     """
-    Copies of the tensors that this rank writes, also in host memory, where training changes them in place: the whole
-    model on rank 0, and in one replica (of each stage of a pipeline) each rank's shards. Waits for the device once per
-    tensor. COLLECTIVE.
+    Copies of the tensors that this rank writes: the whole model on rank 0, and in one replica (of each pipeline stage)
+    each rank's shards. Copies even tensors in host memory: training changes them in place. Waits for the device once
+    per tensor. COLLECTIVE.
     """
     def host_copy(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True).contiguous()
@@ -330,7 +330,7 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
 
 
 def write_files(aside: Path, files: Files) -> dict[str, str]:
-    """Write files into the folder, to the disk; {file name: SHA-256}. OSError when the disk refuses."""
+    """Write files into the folder and sync them; {file name: SHA-256}. OSError if the disk refuses."""
     sums = {}
     for name, (tensors, metadata) in files.items():
         write_tensors(aside / name, tensors, metadata)
@@ -340,7 +340,7 @@ def write_files(aside: Path, files: Files) -> dict[str, str]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """A safetensors file. OSError when the disk refuses."""
+    """Write a safetensors file. OSError if the disk refuses."""
     try:
         save_file(tensors, path, metadata)
     # safetensors hides the system's refusal in its text.
@@ -353,7 +353,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> None:
-    """Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote."""
+    """Add the files that make a folder of weights a checkpoint. sums: SHA-256 of the files that each rank wrote."""
     (aside / "meta.json").write_text(meta)
     tokenizer.save(aside)
     manifest = {file.name: sha256(file) for file in aside.iterdir() if file.suffix != ".safetensors"}

@@ -1,4 +1,4 @@
-"""What a training script does besides training, from its first step to its end: it saves, logs, and obeys signals."""
+"""What a training script does besides training, from its first step to its end: saving, logging, obeying signals."""
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +21,12 @@ from nanochat.training.saving import CheckpointWriter
 
 class Session:
     """
-    The life of a run in this process, begun last, when all settings have been looked at: it compiles, claims the folder
-    of the checkpoints, begins the log and catches signals. COLLECTIVE, as are its methods but `requests`.
+    The life of a run in this process. Made last, after all settings are checked: it compiles, claims the folder of the
+    checkpoints, begins the log and catches signals. COLLECTIVE, as are its methods except `requests`.
 
-    before: meta of the checkpoint that the run goes on from; None: it begins. settings: of the script.
-    tokens_per_step: over all ranks; 0 where steps differ. meta: what its checkpoints say besides, as JSON can hold it,
-    such as `data`, the data set that the base model was trained on. step: the number of the next optimizer step.
+    before: meta of the checkpoint to resume from; None: a new run. settings: of the script.
+    tokens_per_step: over all ranks; 0 if steps differ. meta: further JSON values for its checkpoints, such as `data`,
+    the data set that the base model was trained on. step: the number of the next optimizer step.
     """
 
     def __init__(self, checkpoints: Path, before: dict | None, settings: dict, sharding: Sharding, optimizers: tuple,
@@ -55,7 +55,7 @@ class Session:
     def save_if_due(self, **meta) -> None:
         """
         Between two steps: save a checkpoint if it is time, or if the run ends or is `stopped` here. Until `update` an
-        error is followed by a save, too. meta: what changes from step to step. UserError where the run has diverged.
+        error is followed by a save, too. meta: values that change with the step. UserError if the run has diverged.
         """
         self.metrics.raise_if_diverged(self.step)
         self.stopped = self.metrics.stop_requested
@@ -65,7 +65,7 @@ class Session:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around what changes no parameters: its time counts for no step, and all ranks leave it when one must stop."""
+        """Around code that changes no parameters: it counts for no step, and all ranks leave it if one must stop."""
         with self.metrics.paused(), self.metrics.stoppable():
             yield
 
@@ -76,10 +76,10 @@ class Session:
     @contextlib.contextmanager
     def update(self, stats: StepStats, lrm: float, tokens: int | None = None) -> Iterator[None]:
         """
-        Around the optimizers' steps and the gather: an error in here saves nothing, as parameters are half updated.
-        Logs the step at its end, `step` is the next one then. lrm and tokens as `Metrics.log_step`.
+        Around the optimizers' steps and the gather: an error inside saves nothing, as parameters are half updated.
+        At its end it logs the step and increments `step`. lrm and tokens: see `Metrics.log_step`.
         """
-        # Reads the numbers of the step before: the one place where the host waits for a GPU.
+        # Reads the previous step's numbers: the one place where the host waits for a GPU.
         self.metrics.flush()
         self.saver.clear_state()
         yield
@@ -97,7 +97,7 @@ class Session:
             self.stop.end(self.step)
 
     def report(self, title: str, results: dict, note: str = "", floor: float | None = None) -> None:
-        """After the end: write the stage's section of the report (note, then settings), say how to try its model."""
+        """After the end: write the stage's section of the report (note, then settings), print how to try its model."""
         model_tag = self.saver.folder.name
         if origin := self.meta.get("origin"):
             results = {"begun with the weights of": origin} | results
