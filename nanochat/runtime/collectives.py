@@ -34,8 +34,8 @@ def collective_device() -> str:
 
 def from_rank0(function: Callable[..., T], *args) -> T:
     """
-    The function's result on rank 0, on every rank: for decisions that must be the same. A UserError that it raises
-    there is raised on every rank. COLLECTIVE.
+    Calls the function on rank 0 and returns its result on every rank, for decisions that must be the same. Its
+    UserError is raised on every rank. COLLECTIVE.
     """
     result: list[Any] = [None]
     if is_rank0():
@@ -51,7 +51,7 @@ def from_rank0(function: Callable[..., T], *args) -> T:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of each rank, in the order of ranks, on every rank. group: of all ranks. COLLECTIVE."""
+    """The value of each rank, in the order of ranks, on every rank. group: one of all ranks. COLLECTIVE."""
     values = [value] * rank_and_size()[1]
     if len(values) > 1:
         dist.all_gather_object(values, value, group)
@@ -65,9 +65,8 @@ def first_problem(problem: str | None) -> str | None:
 
 def require_same(what: str, values: dict[str, Any], advice: str, ranks: int | None = None) -> None:
     """
-    UserError on every rank where the values of some rank are not those of rank 0, or, where `ranks` neighbours share
-    them, of the first of its neighbours: "rank 1 {what} than rank 0 (the first is {name of the value}); {advice}".
-    COLLECTIVE.
+    UserError on every rank if a rank's values differ from rank 0's or, if `ranks` neighbours share them, from its first
+    neighbour's: "rank 1 {what} than rank 0 (the first is {name of the value}); {advice}". COLLECTIVE.
     """
     of_ranks = gather_objects(values)
     for rank, theirs in enumerate(of_ranks):
@@ -82,7 +81,7 @@ def require_same(what: str, values: dict[str, Any], advice: str, ranks: int | No
 
 
 def all_reduce_sum(tensor: Tensor) -> None:
-    """The tensor becomes its sum over the ranks, in place; nothing happens on one rank."""
+    """Sum the tensor over the ranks, in place; nothing happens on one rank."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
 
@@ -92,7 +91,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | Non
     Start output = this rank's chunk of the sum of all ranks' inputs; returns the work to `wait()` for.
 
     input: (N · n,), output: (n,); keep both until the wait is over. Gloo's own reduce-scatter is an all-reduce, which
-    sends twice the bytes and blocks when it starts: with gloo the chunks are sent to their owners, who add them.
+    sends twice the bytes and blocks when it starts: with gloo the chunks are sent to their owners, which add them.
     """
     if dist.get_backend(group) != "gloo":
         return reduce_scatter_single(output, input, group=group, async_op=True)
@@ -112,5 +111,5 @@ class SumOfChunks:
 
 
 def concatenate_parts(part: np.ndarray) -> np.ndarray:
-    """The arrays of all ranks end to end, in the order of ranks, on every rank; a rank's may be empty. COLLECTIVE."""
+    """The arrays of all ranks end to end, in the order of ranks, on every rank; some may be empty. COLLECTIVE."""
     return np.concatenate(gather_objects(part))

@@ -1,6 +1,6 @@
 """
-torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, blocks of the
-model by `compile_model` of table_gradient.py. Until `set_compile` asks for it, all of it is plain eager code.
+torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, and `compile_model`
+of table_gradient.py compiles the model's blocks. Until `set_compile` switches it on, everything runs eagerly.
 """
 import contextlib
 import functools
@@ -17,21 +17,21 @@ from nanochat.runtime.errors import UserError, first_line
 
 # Elements: for fewer, the call of compiled code costs more than it saves.
 ONE_PASS = 2**16
-# torch's limit is 8. Kinds of blocks times lengths of conversations are more.
+# torch's limit is 8, but kinds of blocks times lengths of conversations are more.
 RECOMPILE_LIMIT = 64
 
 switch = SimpleNamespace(on=False)
 
 
 def compiled(function: Callable) -> Callable:
-    """`function` compiled on its first call for each shape, or as it is: importing the compiler alone takes seconds."""
+    """`function`, compiled on its first call for each shape if wanted: importing the compiler alone takes seconds."""
     return with_compiler(function) if switch.on else function
 
 
 def of_any_length(function: Callable) -> Callable:
     """
-    A compiled function of tensors (…, T, C). On a CPU it is compiled once for all T together (but 0 and 1): as fast as
-    code that knows T, and to compile that takes longer than many steps of a small model.
+    A compiled function of tensors (…, T, C). On a CPU it is compiled once for all T (except 0 and 1): as fast as code
+    for one T, whose compilation takes longer than many steps of a small model.
     """
     def call(*arguments):
         if switch.on:
@@ -44,7 +44,7 @@ def of_any_length(function: Callable) -> Callable:
 
 
 def of_any_number(items: torch.Tensor) -> torch.Tensor:
-    """The same tensor, for whose length (≥ 2) code is not compiled anew."""
+    """The same tensor, marked: other lengths (≥ 2) compile nothing again."""
     if switch.on:
         torch._dynamo.maybe_mark_dynamic(items, 0)
     return items
@@ -66,7 +66,7 @@ def with_compiler(function: Callable, dynamic: bool = False) -> Callable:
 
 
 def has_compiler(device_type: str) -> bool:
-    """Whether generated code can be compiled: a CPU's needs a C++ compiler; torch brings one for CUDA."""
+    """Whether generated code can be compiled: for a CPU it needs a C++ compiler; torch brings one for CUDA."""
     if device_type == "cpu":
         return shutil.which(os.environ.get("CXX", "g++")) is not None
     return device_type == "cuda"
@@ -75,17 +75,16 @@ def has_compiler(device_type: str) -> bool:
 def set_compile(wanted: bool, device_type: str) -> bool:
     """
     Switch compilation on or off for this process. Returns whether it is on: generated code needs a compiler and
-    Python's headers, so it is tried once. A CPU without them trains eagerly rather than not at all; a GPU, which would
-    take twice the time, does not: UserError.
+    Python's headers, so it is tried once. Without them a CPU trains eagerly; on a GPU, which would take twice the time,
+    it is a UserError.
     """
     switch.on = wanted and device_type in ("cpu", "cuda")
     if switch.on:
-        # Torch has asked the processor for its vector instructions; by default it also compiles three large programs to
-        # test them.
+        # No tests of vector instructions: the processor reports them, and torch's tests compile three large programs.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        # Each kernel is compiled under a lock of its own; another run with the same kernel waits for it, for minutes if
-        # this one has a low priority. So that has a cache of its own.
+        # Each kernel is compiled under its own lock; another run with the same kernel waits for it, for minutes if
+        # this run has a low priority. So a low-priority run has its own cache.
         if os.nice(0) > 0:
             from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 

@@ -13,8 +13,8 @@ def is_rank0() -> bool:
 
 def print0(*values: object) -> None:
     """
-    Print on rank 0, at once. A run continues when its terminal, or the reader of its pipe (`| tee`), is gone, and
-    without its last lines while the disk of its log is full.
+    Print on rank 0, at once. A run continues if its terminal, or the reader of its pipe (`| tee`), is gone. While its
+    log's disk is full, lines are lost.
     """
     if not is_rank0():
         return
@@ -29,7 +29,7 @@ def print0(*values: object) -> None:
 
 
 def escape_unprintable() -> None:
-    """Characters that the encoding of stdout does not have are printed as escapes: none may end a run. For scripts."""
+    """Print characters that the encoding of stdout lacks as escapes: none may end a run. For scripts."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The setting takes effect even when the position in a file that became a pipe is unknown.
         with contextlib.suppress(OSError):
@@ -46,6 +46,6 @@ def discard_output() -> None:
 
 
 def log_error(what: str, error: BaseException) -> None:
-    """On stderr: where an error came from, without its message, which may quote what somebody wrote."""
+    """Print on stderr where an error came from, without its message, which may quote a user's text."""
     trace = "".join(traceback.format_tb(error.__traceback__))
     print(f"{what}: {type(error).__name__}\n{trace}", file=sys.stderr, end="", flush=True)

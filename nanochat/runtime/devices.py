@@ -49,8 +49,8 @@ def prepare_device(device_type: str, local_rank: int) -> torch.device:
 
 def keep_freed_memory() -> None:
     """
-    The memory of a freed tensor serves the next one. Otherwise glibc gives large ones back to the system, which clears
-    every page again for the next: a tenth of a step.
+    Reuse the memory of freed tensors. Otherwise glibc gives large blocks back to the system, which clears every page
+    again for the next tensor: a tenth of a step.
     """
     # Only glibc has mallopt.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -60,7 +60,7 @@ def keep_freed_memory() -> None:
 
 
 def be_deterministic() -> None:
-    """The same bits from the same run on the same GPUs, as a CPU gives anyway; slower. It has not been run on a GPU."""
+    """Make the same run on the same GPUs give the same bits, as a CPU does; slower. It has not been run on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The backward pass of cuDNN's attention adds in any order.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -89,11 +89,11 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """float64 for long sums, but for Apple GPUs, which have none."""
+    """float64 for long sums, except on Apple GPUs, which lack it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device to finish what it was given."""
+    """Wait for the device to finish its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize()

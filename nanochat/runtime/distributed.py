@@ -23,7 +23,7 @@ from nanochat.runtime.files import base_dir
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
 SETUP_TIMEOUT = timedelta(minutes=60)
 TRAINING_TIMEOUT = timedelta(minutes=10)
-# Seconds between the signals of two hosts' torchruns. Each of them looks once a second for hosts that want to join.
+# Seconds between the signals of two hosts' torchruns. Each torchrun looks once a second for hosts that want to join.
 MAX_SIGNAL_DELAY = 5
 
 
@@ -34,9 +34,9 @@ def environment_number(name: str, default: int) -> int:
 
 def set_up(device_type: str, dtype: str) -> tuple[int, int, torch.device, torch.dtype]:
     """
-    How a training script begins: join the other ranks, choose what to compute on, and say so. Returns rank, world_size,
-    device, dtype of parameters and activations. COLLECTIVE. Whether code is compiled is settled by `set_compile`, which
-    takes seconds: after settings and files have been looked at.
+    Begin a training script: join the other ranks, choose and print device and dtype. Returns rank, world_size, device,
+    dtype of parameters and activations. COLLECTIVE. `set_compile` comes later, when settings and files are checked,
+    because it takes seconds.
     """
     if os.environ.get("NANOCHAT_DETERMINISTIC") == "1":
         be_deterministic()
@@ -74,7 +74,7 @@ def join(backend: str, rank: int, world_size: int) -> None:
     attempt = 0 if hosts_may_change() else environment_number("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"attempt {attempt}", job_store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=SETUP_TIMEOUT)
-    # An error that the user has to mend would only happen again: its line ends every restart, on all nodes.
+    # An error that the user has to fix would only happen again: its line ends every restart, on all nodes.
     if job_store.check(["user error"]):
         raise UserError(job_store.get("user error").decode())
     tell_restarts.append(functools.partial(job_store.set, "user error"))
@@ -92,7 +92,7 @@ def join(backend: str, rank: int, world_size: int) -> None:
 
 
 def unknown_host() -> str:
-    """A line if this machine's own name has no address, which torchrun looks for without an end; else ""."""
+    """A message if this machine's own name has no address, for which torchrun would wait forever; else ""."""
     host = socket.gethostname()
     try:
         socket.getaddrinfo(host, None)
@@ -147,7 +147,7 @@ def compute_cleanup(stop=None) -> None:
 
 
 def set_timeout(timeout: timedelta, *groups: dist.ProcessGroup | None) -> None:
-    """How long collectives of these groups wait for a rank; None: the group of all ranks."""
+    """Set how long collectives of these groups wait for a rank; None: the group of all ranks."""
     if dist.is_initialized():
         for group in groups:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -155,8 +155,8 @@ def set_timeout(timeout: timedelta, *groups: dist.ProcessGroup | None) -> None:
 
 def after_first_step(*groups: dist.ProcessGroup | None) -> None:
     """
-    Every rank has compiled and is training now: a rank that is silent for TRAINING_TIMEOUT hangs. Objects that exist
-    now are kept to the end: the garbage collector skips them, or other ranks would wait for it.
+    Every rank has compiled and is training now: a rank that is silent for TRAINING_TIMEOUT hangs. The garbage collector
+    skips objects that exist now, which stay to the end; otherwise other ranks would wait for it.
     """
     set_timeout(TRAINING_TIMEOUT, None, *groups)
     gc.collect()

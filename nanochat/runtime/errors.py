@@ -1,12 +1,12 @@
-"""Errors: one line for what a user can cause and act on; everything else keeps its traceback. Imports no torch."""
+"""Errors: one line if a user can cause and fix it; everything else keeps its traceback. Imports no torch."""
 import difflib
 import errno
 import os
 from collections.abc import Iterable
 
-# Without a network the hub's library tells each of its tries on several lines; the error after them says it in one.
+# Without a network the hub's library reports each try on several lines; the error after them needs only one.
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-# Operating-system refusals that the user, not the program, has to mend.
+# Operating-system refusals that the user, not the program, has to fix.
 USER_ERRNOS = {errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPERM}
 
 
@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """An error's first line, of bounded length: libraries tell long stories."""
+    """An error's first line, of bounded length: libraries write long messages."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
@@ -28,7 +28,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException, config: dict | None = None) -> str | None:
-    """The line to show instead of a traceback; None where the traceback helps more. config: a script's settings."""
+    """The line to show instead of a traceback; None if the traceback helps more. config: a script's settings."""
     config = config or {}
     if isinstance(error, UserError):
         return str(error)

@@ -94,8 +94,8 @@ def write_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def write_folder_aside(path: Path) -> Iterator[Path]:
     """
-    `write_aside` with a new folder to fill. A folder that is there is renamed twice: to `previous(path)`, and the new
-    one to `path`. After a kill in between the next process that writes there puts it back, by `recover_folder`.
+    `write_aside` with a new folder to fill. An existing folder is renamed to `previous(path)`, then the new one to
+    `path`. After a kill in between, the next process that writes there puts the old one back, by `recover_folder`.
     Only one process may write a folder at a time.
     """
     recover_folder(path)

@@ -1,4 +1,4 @@
-"""FLOP/s and bytes/s that a device can reach; MFU is the share of the former that a run makes use of."""
+"""FLOP/s and bytes/s that a device can reach; MFU is the share of the FLOP/s that a run uses."""
 import functools
 import re
 import time
@@ -15,7 +15,7 @@ PEAK_BF16 = {
     "H100": 989e12, "A100": 312e12, "A40": 149.7e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
     "MI300X": 1307e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }
-# Bytes/s of their memories, from the same datasheets; of the smaller A100 with 40 GB.
+# Bytes/s of their memories, from the same datasheets; the A100 is the smaller one, with 40 GB.
 BANDWIDTH = {
     "GB200": 8e12, "B200": 8e12, "H200": 4.8e12, "GH200": 4e12, "H100 NVL": 3.9e12, "H100 PCIe": 2e12,
     "H100": 3.35e12, "A100": 1.555e12, "A40": 0.696e12, "A10G": 0.6e12, "A10": 0.6e12, "L40S": 0.864e12,
@@ -43,14 +43,14 @@ def datasheet_peak(gpu: str) -> float:
 
 
 def gpu_here(device: torch.device) -> Gpu:
-    """By its datasheet; a device that is not in the table has as many bytes for a FLOP as an H100."""
+    """By its datasheet; a device that is not in the table gets an H100's ratio of bytes to FLOPs."""
     peak = peak_flops(device, torch.bfloat16)
     name = gpu_name(device) if device.type == "cuda" else ""
     return Gpu(name or device.type.upper(), peak, BANDWIDTH.get(name, peak * BANDWIDTH["H100"] / PEAK_BF16["H100"]))
 
 
 def gpu_name(device: torch.device) -> str:
-    """The name in the table of the GPU that is here; "" where it is in none."""
+    """The table's name of the GPU that is here; "" if it has none."""
     name = torch.cuda.get_device_name(device)
     # Whole words, because an RTX A4000 is no A40.
     return next((part for part in PEAK_BF16 if re.search(rf"\b{part}\b", name)), "")
@@ -59,8 +59,8 @@ def gpu_name(device: torch.device) -> str:
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """
-    FLOP/s of one device at best. A GPU in the table counts as its datasheet's bf16 peak; everything else as the best of
-    two 2048³ matrix products in `dtype`, measured at the first call: then MFU reads as the share of that rate.
+    Peak FLOP/s of one device: for a GPU in the table, its datasheet's bf16 peak; for everything else, the best of two
+    2048³ matrix products in `dtype`, measured at the first call. Then MFU is the share of that rate.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         if name := gpu_name(device):

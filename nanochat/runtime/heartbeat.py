@@ -1,14 +1,14 @@
 """
-Ranks that fall silent without dying: a stopped process, a thread that keeps the interpreter's lock, a host that is cut
-off. (A rank that dies is noticed by torchrun on its host, and by the lost connection elsewhere.)
+Ends ranks that fall silent without dying: a stopped process, a thread that keeps the interpreter's lock, a host that is
+cut off. (A rank that dies is noticed by torchrun on its host, and by the lost connection elsewhere.)
 
     every rank              a thread writes to a small process beside it, the guard, every BEAT seconds; the guard ends
                             a rank after MISSED_BEATS beats without a line
-    first rank of a host    its thread also counts in the store of all ranks. The thread of rank 0 compares; it ends
-                            rank 0 where a host has not counted for so long. A store that does not answer keeps the
+    first rank of a host    its thread also counts in the store of all ranks. Rank 0's thread compares the counts; it
+                            ends rank 0 if a host has not counted for that long. A store that does not answer keeps the
                             other threads from writing to their guards.
 
-A rank that is ended this way is a dead rank; the other ranks notice it as they would any other.
+The other ranks notice a rank ended this way like any dead rank.
 """
 import atexit
 import contextlib
@@ -41,7 +41,7 @@ def start(name: str, hosts: list[str], ending: threading.Event, node: int = 0, s
 
 
 def finish(thread: threading.Thread, ending: threading.Event) -> None:
-    """Before the interpreter ends: a thread that is in the store's native code then would abort the process."""
+    """Stop the thread before the interpreter ends: if then in the store's native code, it would abort the process."""
     ending.set()
     thread.join(10)
 
@@ -54,7 +54,7 @@ def tell(guard: subprocess.Popen, reason: str) -> None:
 
 
 def beat(guard: subprocess.Popen, hosts: list[str], ending: threading.Event, node: int, store) -> None:
-    """The thread. While it waits for the store's answer, the guard has that as the reason of silence."""
+    """The thread. While it waits for the store's answer, the guard has that as the reason for silence."""
     own = f"beats of host {node}"
     keys = [f"beats of host {other}" for other in range(len(hosts))] if node == 0 else [own]
     number, seen, missing = 0, [b""] * len(keys), [0] * len(keys)
@@ -89,7 +89,7 @@ def end(why: str, ending: threading.Event) -> None:
 
 def guard(name: str, beat: float, missed_beats: int) -> None:
     """
-    The process beside a rank. It counts beats instead of comparing clocks: after a pause of the whole machine nobody
+    The process beside a rank. It counts beats instead of comparing clocks: after a pause of the whole machine no rank
     is silent. SIGABRT first: a rank that runs then shows where its threads are (faulthandler needs no lock).
     """
     rank, silent, why = os.getppid(), 0, STOPPED

@@ -1,4 +1,4 @@
-"""Python's work on several cores."""
+"""Runs Python on several cores."""
 import os
 import pickle
 import sys
@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 def in_processes(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """
-    [work(item) for item in items]: the first in this process, each other one at the same time in a copy of it. A copy
-    has no threads, so `work` must be Python's alone: nothing of torch runs in it. Systems other than Linux take turns.
+    [work(item) for item in items]: the first in this process, the others at the same time, each in a forked copy. A
+    copy has no threads, so `work` must be pure Python, without torch. Other systems than Linux take turns.
     """
     if sys.platform != "linux":
         return [work(item) for item in items]
@@ -21,7 +21,7 @@ def in_processes(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
     for item in items[1:]:
         read_end, write_end = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, see above
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads, see above
             child = os.fork()
         if not child:
             write_result(work, item, write_end)
@@ -40,8 +40,8 @@ def in_processes(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 
 def write_result(work: Callable[[Any], Any], item: Any, pipe: int) -> None:
-    """In a copy of the process: send the result, or the error instead of one, and end. Nothing else of it may run."""
-    os.environ["RANK"] = "1"  # prints nothing and shows no bar: the first one does
+    """In a copy of the process: send the result, or the error instead, and end. Nothing else may run in the copy."""
+    os.environ["RANK"] = "1"  # prints nothing and shows no bar: the parent does
     try:
         try:
             content = pickle.dumps(work(item))

@@ -1,4 +1,4 @@
-"""A bar for what takes long."""
+"""A progress bar for long work."""
 import contextlib
 import sys
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from nanochat.runtime.console import is_rank0
 
-DELAY = 5  # seconds; what takes less shows nothing
+DELAY = 5  # seconds; shorter work shows no bar
 
 
 class Bar(tqdm):
@@ -25,8 +25,8 @@ class Bar(tqdm):
 
 def progress(items: Iterable | None, what: str, unit: str, total: int | None = None) -> Bar:
     """
-    The items, or a bar to `update`, on stderr of rank 0: how many of the total, how fast, how long it will take. In a
-    terminal it moves twice a second; in a log it is said every 15 s.
+    The items, or a bar to `update`, on stderr of rank 0: how many of the total, how fast, how long it will take. It is
+    drawn twice a second in a terminal, every 15 s in a log.
     """
     interval = 0.5 if sys.stderr.isatty() else 15.0
     return Bar(items, what, total, unit=f" {unit}", delay=DELAY, mininterval=interval, miniters=1,

@@ -33,7 +33,7 @@ class StopRequest:
     def __init__(self):
         self.asked = False
         self.exit_code = 0
-        # To be put back in a forked child: the handler of each signal, and the descriptor that gets its number.
+        # Restored in a forked child: the handler of each signal, and the descriptor that gets the signal's number.
         self.handlers_before = {}
         self.wakeup_before = -1
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -51,7 +51,7 @@ class StopRequest:
     def watch(self, reader: int) -> None:
         """
         The thread: ends a process that is still waiting when the time is over. The descriptor gets the number of every
-        signal with a Python handler; those of libraries (SIGCHLD, SIGUSR1, SIGALRM) ask for nothing.
+        signal with a Python handler; signals of libraries (SIGCHLD, SIGUSR1, SIGALRM) are ignored.
         """
         while os.read(reader, 1)[0] not in self.handlers_before:
             pass
@@ -61,7 +61,7 @@ class StopRequest:
             os._exit(1)
 
     def forget(self) -> None:
-        """In a forked child: a signal to it must not stop this process, whose pipe it would write to."""
+        """In a forked child: a signal to it must not stop its parent, whose pipe it would write to."""
         signal.set_wakeup_fd(self.wakeup_before)
         for number, handler in self.handlers_before.items():
             signal.signal(number, handler)
@@ -72,7 +72,7 @@ class StopRequest:
         # Before anything is printed, because the next signal may come meanwhile.
         self.asked = True
         hint = ""
-        # torchrun would restart a run that ends with an exit code.
+        # torchrun would restart a run with a nonzero exit code.
         if "RANK" not in os.environ:
             self.exit_code = self.exit_code or 128 + number
             if number == signal.SIGINT:
@@ -89,8 +89,8 @@ class StopRequest:
 
     def end(self, step: int) -> NoReturn:
         """
-        End a run that was stopped, once it is saved. Its exit code is that of a command that the signal ended (130 for
-        Ctrl-C, 143 for SIGTERM), so that what follows it in a script does not begin; under torchrun 0. COLLECTIVE.
+        End a run that was stopped, once it is saved. Its exit code is the usual one after the signal (130 for Ctrl-C,
+        143 for SIGTERM), so that a script does not run its next command; under torchrun 0. COLLECTIVE.
         """
         print0(f"stopped after step {step}; --resume=auto continues")
         compute_cleanup(self)
@@ -98,12 +98,12 @@ class StopRequest:
 
 
 class Stopped(Exception):
-    """Raised on all ranks in the same place, where some rank was asked to stop. See `Metrics.stoppable`."""
+    """Raised on all ranks in the same place, if some rank was asked to stop. See `Metrics.stoppable`."""
 
 
 def until_stopped(items: Iterable[T], every: int = 1) -> Iterator[T]:
     """
-    The items of each rank, in a training script until some rank is asked to stop; then Stopped is raised on all.
+    The items of each rank; in a training script, Stopped is raised on all ranks once some rank is asked to stop.
     COLLECTIVE at every `every`-th item. Ranks may have different numbers of items: ranks that have finished go on
     voting until all have.
     """

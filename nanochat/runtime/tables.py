@@ -1,9 +1,9 @@
-"""Markdown tables: of reports, of the doctor and the planner, and of measurements."""
+"""Markdown tables for reports, the doctor, the planner and measurements."""
 from collections.abc import Sequence
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Sequence[int] = (0,)) -> str:
-    """words: indices of the columns that hold text, to the left; all others hold numbers, to the right."""
+    """words: indices of the columns with text, aligned left; all others have numbers, aligned right."""
     rules = ["---" if i in words else "---:" for i in range(len(columns))]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [columns, rules, *rows])
 
