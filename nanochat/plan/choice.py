@@ -1,4 +1,4 @@
-"""What speedrun.sh trains on a machine: depth and rows at a time, and what that takes in hours and disk."""
+"""What speedrun.sh trains on a machine: depth and rows at a time, and their cost in hours and disk."""
 import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -16,13 +16,13 @@ from nanochat.runtime.flops import Gpu
 
 # Hours of pretraining: then all stages are done within a day.
 MAX_HOURS = 12
-# Steps of runs/cpu.sh: seconds that do not depend on the model, and how many steps of pretraining the others are worth.
+# Steps of runs/cpu.sh: seconds that do not depend on the model, and all others counted in steps of pretraining.
 CPU_STEPS = {
     "data-tinyworld": (6, 0), "tokenizer-tinyworld": (8, 0),
     "base-assistant-d{}": (17, 500), "mid-assistant-d{}": (20, 1100), "chat_eval-mid-assistant-d{}": (9, 25),
     "rl-assistant-d{}": (20, 85), "chat_eval-rl-assistant-d{}": (22, 40),
 }
-# The most rows at a time: a step has 512, and of 32 on, gradients are summed half as often.
+# The most rows at a time: a step has 512, and with 32, gradients are summed half as often as with 16.
 MAX_ROWS = 32
 SHARD = 0.09e9  # bytes of a shard of about 250 million characters, compressed
 SOFTWARE = 12e9  # bytes of torch and its CUDA libraries, the tasks, compiled kernels, the rehearsal
@@ -31,11 +31,11 @@ SOFTWARE = 12e9  # bytes of torch and its CUDA libraries, the tasks, compiled ke
 class Size(NamedTuple):
     ratio: float        # tokens to train on, per parameter of matrices and head
     vocab_size: int
-    shards: int         # of text: a tenth more than one pass
+    shards: int         # of text: a tenth more than one pass needs
 
 
 SIZES = {22: Size(9.4, 49152, 125), 20: Size(8.0, 32768, 75), 16: Size(8.0, 32768, 40), 12: Size(8.0, 32768, 20)}
-MEMORY = {  # GB of GPUs that are sold with one size only
+MEMORY = {  # GB of GPUs sold with one size only
     "H100": 80, "H200": 141, "GH200": 96, "B200": 180, "MI300X": 192, "A10": 24, "A10G": 24, "L4": 24, "RTX 3090": 24,
     "RTX 4090": 24, "RTX 5090": 32, "A40": 48, "L40S": 48,
 }
@@ -55,7 +55,8 @@ def pretraining(
     config: GPTConfig, ranks: int, rows: int, ratio: float = 8.0, total_batch_size: int = -1
 ) -> Pretraining:
     """
-    What base_train takes with `rows` rows a rank and micro-step for `ratio` tokens a parameter of matrices and head.
+    Batch and steps of base_train with `rows` rows per rank and micro-step, `ratio` tokens per parameter of matrices and
+    head.
     """
     tokens = ratio * shaped(config).count_parameters("matrix", "head")
     if total_batch_size == -1:
@@ -67,7 +68,7 @@ def pretraining(
 class Choice(NamedTuple):
     depth: int
     rows: int               # at a time on each GPU
-    recompute: bool         # activations: where hardly one row fits, they are computed twice
+    recompute: bool         # activations: computed twice if hardly a row fits
 
 
 class Cost(NamedTuple):
@@ -80,14 +81,14 @@ class Cost(NamedTuple):
     mfu: float
 
     def dollars(self, gpus: int, price: float) -> str:
-        """For all that are rented, also those that stand idle."""
+        """For all rented GPUs, also the idle ones."""
         return f"${self.least * gpus * price:.0f} to ${self.most * gpus * price:.0f}"
 
 
 def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     """
     Of all stages. Pretraining may take a fifth longer than estimated. The others (mid-training and fine-tuning on half
-    a billion tokens, reinforcement learning, evaluations, downloads, compiling) are guessed: 8 to 16 hours of a GPU.
+    a billion tokens, reinforcement learning, evaluations, downloads, compiling) are guessed: 8 to 16 GPU hours.
     """
     config = config_of(choice.depth)
     run = pretraining(config, ranks, choice.rows, SIZES[choice.depth].ratio)
@@ -104,7 +105,7 @@ def choose_size(
 ) -> Choice:
     """
     The largest depth that fits and is pretrained within half a day, or the smallest however long it takes.
-    rows_that_fit: of the most to try, a depth and whether activations are computed twice. UserError where none fits.
+    rows_that_fit takes the most to try, a depth, and whether activations are computed twice. UserError if none fits.
     """
     # A step of mid-training has 256 rows over all ranks.
     most = max(min(MAX_ROWS, 256 // ranks), 1)
@@ -122,7 +123,7 @@ def choose_size(
 
 def disk_bytes(depth: int) -> dict[str, float]:
     """
-    What a speedrun leaves on the disk, by what it is: two checkpoints of each of four stages and one that is being
+    Bytes that a speedrun leaves on the disk, by kind: two checkpoints of each of four stages and one that is being
     written, text and its tokens, and the rest.
     """
     (model,) = split_into_stages(config_of(depth))
@@ -134,17 +135,17 @@ def disk_bytes(depth: int) -> dict[str, float]:
 
 
 def disk(depth: int) -> int:
-    """GiB of disk that a speedrun wants, in whole tens."""
+    """GiB of disk that a speedrun needs, in whole tens."""
     return 10 * round(sum(disk_bytes(depth).values()) / GIB / 10 + 0.5)
 
 
 def cpu_seconds(depth: int, step_ms: float) -> dict[str, float]:
-    """What each step of runs/cpu.sh takes where a step of pretraining takes step_ms milliseconds."""
+    """Seconds of each step of runs/cpu.sh if a step of pretraining takes step_ms milliseconds."""
     return {name.format(depth): seconds + steps * step_ms / 1000 for name, (seconds, steps) in CPU_STEPS.items()}
 
 
 def parse_gpus(plan: str) -> tuple[int, str, float]:
-    """(how many GPUs, which, GB of each) of "8,H100,80", or "8xH100" where there is one size only. UserError else."""
+    """(how many GPUs, which, GB of each) of "8,H100,80", or "8xH100" if it has one size only. Otherwise UserError."""
     parts = re.fullmatch(r"(\d+)[,x]([^,]+)(?:,(\d+))?", plan)
     if parts:
         sizes = {name.lower(): size for name, size in MEMORY.items()}

@@ -15,7 +15,7 @@ def memory_limits() -> dict[str, float]:
             own = CGROUPS / line.removeprefix("0::/")
             for folder in (own, *own.parents):  # the groups around a process's own count as well
                 limit = read(folder / "memory.max").strip()
-                if limit.isdecimal():  # not "max", and there is such a file
+                if limit.isdecimal():  # not "max", and the file exists
                     limits[f"cgroup {folder}"] = int(limit) - used_in_group(folder)
     soft, _hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft != resource.RLIM_INFINITY:
@@ -24,7 +24,7 @@ def memory_limits() -> dict[str, float]:
 
 
 def available_memory() -> float:
-    """Bytes that processes can still get without swapping; all that the machine has where it does not say."""
+    """Bytes that processes can still get without swapping; all that the machine has if it does not say."""
     for line in read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -38,7 +38,7 @@ def used_in_group(folder: Path) -> int:
 
 
 def read(path: Path) -> str:
-    """The text of a file of the kernel; "" where there is no such file."""
+    """The text of a kernel file; "" if there is no such file."""
     try:
         return path.read_text()
     except OSError:

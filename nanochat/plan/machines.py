@@ -1,5 +1,5 @@
 """
-How long a step takes on a cluster: seconds that it computes, sends over links within and between hosts, and waits.
+How long a step takes on a cluster: seconds of computing, of sending over links within and between hosts, of waiting.
 docs/machines.md, docs/many_gpus.md.
 """
 import itertools
@@ -16,11 +16,11 @@ from nanochat.plan.traffic import Collective, collectives
 
 class Link(NamedTuple):
     bandwidth: float            # bytes/s that a rank can send, in one direction
-    latency: float = 0.0        # seconds that a message takes at least
+    latency: float = 0.0        # least seconds that a message takes
 
 
-# Bandwidths from PCI-SIG (lanes x GT/s x 128/130) and NVIDIA's specifications. Latencies are what NCCL reckons with for
-# a step of a ring (src/graph/tuning.cc, hwLat, Simple).
+# Bandwidths from PCI-SIG (lanes x GT/s x 128/130) and NVIDIA's specifications. Latencies are the ones that NCCL assumes
+# for a step of a ring (src/graph/tuning.cc, hwLat, Simple).
 LINKS = {
     "nvlink5": Link(900e9, 3.4e-6),  # NVLink 5
     "nvlink4": Link(450e9, 3.4e-6),  # NVLink 4
@@ -43,7 +43,7 @@ class Sent(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Ranks on hosts of one size, host by host. Each rank has its own port of both links."""
+    """Ranks on hosts of one size, host by host. Each rank has its own port on both links."""
 
     ranks: int
     per_host: int
@@ -51,14 +51,14 @@ class Cluster(NamedTuple):
     between: Link
 
     def on_a_host(self, size: int, stride: int) -> int:
-        """Ranks on one host of a group of `size`, every stride-th rank."""
+        """How many of a group, `size` ranks with this stride, one host has."""
         return min(size, max(self.per_host // stride, 1))
 
     def sent(self, collective: Collective) -> Sent:
         size = collective.ranks
         here = self.on_a_host(size, collective.stride)
         hosts = size // here
-        # away: part of the bytes that leaves the host. near, far: messages one after the other, within and between.
+        # away: share of the bytes that leaves the host. near, far: sequential messages within and between hosts.
         if collective.kind == "all-to-all":  # matrices go directly to their owners, all at once
             away, near, far = (size - here) / (size - 1), min(here - 1, 1), 1
         elif collective.kind == "all-reduce":  # a ring in each host, a tree between hosts
@@ -89,7 +89,7 @@ class Layout(NamedTuple):
 class StagePlan:
     """
     An optimizer step of a rank of one pipeline stage: seconds that it computes and that its passes wait, and the bytes
-    that it sends to its group. tokens: of a micro-batch of a rank. rate: FLOP/s that a rank achieves.
+    that it sends to its group. tokens: per micro-batch of a rank. rate: FLOP/s that a rank achieves.
     """
 
     def __init__(self, stage: PipelineStage, config: GPTConfig, cluster: Cluster, layout: Layout, rate: float,
@@ -104,7 +104,7 @@ class StagePlan:
         self.sent = {c: cluster.sent(c) for c in all_collectives}
         self.within = sum(c.times * sent.within for c, sent in self.sent.items())
         self.between = sum(c.times * sent.between for c, sent in self.sent.items())
-        # Of one micro-batch. A third of the FLOPs are the forward pass's.
+        # Of one micro-batch. The forward pass has a third of the FLOPs.
         self.forward = tokens * stage.flops / rate / 3
         self.backward = (2 + layout.checkpointing) * self.forward
         # Waiting over the step: for parameters, and for gradients.
@@ -115,7 +115,7 @@ class StagePlan:
         self.update = products + self.seconds([c for c in self.sent if c.kind == "all-to-all"])
 
     def seconds(self, chosen: list[Collective]) -> float:
-        """How long these collectives take if nothing else goes on. Both links work at the same time."""
+        """How long these collectives take if nothing else runs. Both links work at the same time."""
         within = between = latency = 0.0
         for c in chosen:
             within += self.sent[c].within
@@ -127,8 +127,8 @@ class StagePlan:
     def waits(self, behind: str, pass_seconds: float) -> float:
         """
         Seconds that the "forward" or "backward" passes of a step, of pass_seconds each, wait for collectives. Sending
-        hides behind a pass, except for what takes longer than it, and at least for the first unit: its parameters are
-        needed first, its gradients are complete last.
+        hides behind a pass, except for the time beyond the pass, and at least for the first unit's: its parameters are
+        needed first, its gradients complete last.
         """
         total = sum(self.units)
 
@@ -138,8 +138,8 @@ class StagePlan:
 
         last_pass = [c for c in self.sent if c.behind == behind]
         every_pass = [c for c in last_pass if c.times == self.layout.micro_steps]
-        # Replicas add up the sums of shard groups: a unit's sum over the replicas starts when two more units are
-        # computed. So the sums of the last three units to be computed follow the pass.
+        # Replicas add up the sums of shard groups: a unit's sum over the replicas starts after two more units are
+        # computed. So the sums of the last three units follow the pass.
         replica_sums = []
         if self.layout.shards > 1 and self.layout.zero_stage < 3:
             replica_sums = [c for c in last_pass if c.kind == "all-reduce"]
@@ -156,7 +156,7 @@ class StepPlan(NamedTuple):
     compute: float      # seconds of forward and backward passes
     update: float       # seconds of Muon
     exposed: float      # seconds that passes wait for gradients and parameters
-    bubble: float       # seconds that a stage idles: the pipeline fills and drains, sends, and is uneven
+    bubble: float       # seconds that a stage idles: the pipeline fills, drains, sends, and is uneven
     within: float       # bytes sent within the host
     between: float      # bytes sent to other hosts
 
@@ -178,7 +178,7 @@ def plan_step(
     within = sum(stage.within for stage in planned) / stages
     between = sum(stage.between for stage in planned) / stages
 
-    # A micro-batch's stream goes from each stage to the next; its gradient, as large, comes back.
+    # A micro-batch's stream goes from each stage to the next; a gradient of equal size comes back.
     hops = [0.0]
     stream = tokens * config.n_embd * config.streams * dtype.itemsize
     both_ways = 2 * layout.micro_steps * stream / stages
@@ -192,11 +192,11 @@ def plan_step(
         hops.append(stream / link.bandwidth + link.latency)
     hops.append(0.0)
 
-    # 1F1B: the slowest stage is always busy, except while the first micro-batch arrives and the last one leaves. Where
-    # stages are uneven and links slow that is up to a fifth off: docs/step.html runs the schedule pass by pass.
+    # 1F1B: the slowest stage is always busy, except while the first micro-batch arrives and the last one leaves. With
+    # uneven stages and slow links this is up to a fifth off: docs/step.html runs the schedule pass by pass.
     busy = []       # seconds of a stage for each micro-batch
-    late = [0.0]    # until parameters have come to a stage, after its first micro-batch has
-    after = []      # until gradients are summed, after the last stage has ended
+    late = [0.0]    # from the arrival of a stage's first micro-batch until its parameters arrive
+    after = []      # from the last stage's end until gradients are summed
     begun = 0.0
     ended = 0.0
     for stage, to_previous, to_next in zip(planned, hops, hops[1:]):
@@ -222,7 +222,7 @@ def bytes_on_a_rank(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: 
 
 
 def shard_sizes(cluster: Cluster, pipeline_stages: int = 1) -> list[int]:
-    """Ranks that may share a copy of a pipeline stage: those of 1, 2, 4, … hosts, and all of the stage."""
+    """How many ranks may share a copy of a pipeline stage: the ranks of 1, 2, 4, … hosts, or all."""
     ranks = cluster.ranks // pipeline_stages
     hosts = math.ceil(ranks / cluster.per_host)
     sizes = [cluster.per_host << i for i in range(hosts.bit_length()) if hosts % 2**i == 0]
@@ -230,7 +230,7 @@ def shard_sizes(cluster: Cluster, pipeline_stages: int = 1) -> list[int]:
 
 
 def pipelines(config: GPTConfig, cluster: Cluster) -> list[int]:
-    """Possible numbers of pipeline stages: each has a layer, and is whole hosts or an equal part of one."""
+    """Possible numbers of pipeline stages: each has a layer, and takes whole hosts or an equal part of one."""
     sizes = {n: cluster.ranks // n for n in range(1, config.n_layer + 1) if cluster.ranks % n == 0}
     return [n for n, size in sizes.items() if size % cluster.per_host == 0 or cluster.per_host % size == 0]
 

@@ -34,15 +34,15 @@ def state_bytes(
     zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: int, look_ahead: bool = False
 ) -> StateBytes:
     """
-    adamw, muon: parameters in the optimizers' care. Bytes per parameter of AdamW, in bfloat16 and in float32:
+    adamw, muon: parameters that each updates. Bytes per parameter of AdamW, in bfloat16 and in float32:
 
         stage 0    18           16
         stage 1    6 + 12/N     8 + 8/N
         stage 2    2 + 16/N     4 + 12/N
         stage 3    16/N         16/N
 
-    Muon's are 4 less in what optimizer states share: 14, 6 + 8/N, 2 + 12/N, 12/N; 12, 8 + 4/N, 4 + 8/N, 12/N. With
-    look_ahead, 4 more are shared for both.
+    Muon's optimizer state has 4 bytes less: 14, 6 + 8/N, 2 + 12/N, 12/N; 12, 8 + 4/N, 4 + 8/N, 12/N. look_ahead adds
+    4 bytes to both optimizer states.
     The paper's 16, 4 + 12/N, 2 + 14/N and 16/N have gradients of 2 bytes: here micro-steps are summed in float32.
     """
     total = adamw + muon
@@ -63,11 +63,11 @@ class PipelineStage(NamedTuple):
     """The part of a model that a pipeline stage has; with one stage, the model."""
 
     layers: range
-    units: list[int]    # parameters of embedding, blocks and head, as far as it has them
+    units: list[int]    # parameters of each unit: embedding, blocks, head, if present
     largest: int        # parameters of the largest tensor
-    adamw: int          # parameters in AdamW's care
+    adamw: int          # parameters that AdamW updates
     muon: int
-    flops: int          # per token, forward and backward; over all stages: GPT.estimate_flops
+    flops: int          # per token, forward and backward; sum of all stages: GPT.estimate_flops
     products: list[int]     # FLOPs of orthogonalizing each matrix: five steps of three products
 
 
@@ -130,7 +130,7 @@ class RankMemory:
         self.blocks = [self.saved_by_block(layer) for layer in self.stage.layers]
 
     def states(self) -> float:
-        """From step to step: parameters, masters and moments; on a CPU the copies of a checkpoint being written."""
+        """Kept between steps: parameters, masters, moments; on a CPU also copies for a checkpoint being written."""
         stage = self.stage
         # As in a run of LONG steps; a shorter one does not look ahead.
         look_ahead = self.config.n_layer >= LARGE_DEPTH
@@ -145,7 +145,7 @@ class RankMemory:
         """
         What autograd saves in a block's forward pass. Per token, in elements of width C: the inputs of the two norms
         and their results, 4; inputs and output of attention; rotated queries and keys where attention copies them;
-        relu², 4; with value embeddings the rows looked up, and the values; with scales the stream before them, which
+        relu², 4; with value embeddings the rows looked up, and the values; with scales the stream before scaling, which
         code compiled for a GPU scales again instead.
         """
         config = self.config
@@ -171,7 +171,7 @@ class RankMemory:
         return self.tokens * per_token + self.rows * b * scores * config.n_head + concatenated
 
     def activations(self, layers: int) -> float:
-        """Saved for one micro-batch, while the backward pass has these first layers of the stage still to do."""
+        """Saved for one micro-batch while these first layers of the stage still wait for the backward pass."""
         # Besides the blocks: the norms at both ends; two tensors of the smear; a stage's output, sent to the next one.
         ends = (self.is_first + self.is_last) * self.norm_itemsize / self.itemsize
         if self.is_first:
@@ -201,22 +201,22 @@ class RankMemory:
         elif self.zero_stage == 2 and several:  # units of the micro-step before may still be travelling
             travelling = (finished + units)[:2]
         elif self.zero_stage == 3:
-            # Only one unit is being sent. The gathered parameters count, too: those of the unit whose backward pass is
-            # next, and of the one after it.
+            # Only one unit is being sent. Gathered parameters count, too: those of the next two units of the backward
+            # pass.
             travelling = finished[:1]
             gathered = units[max(done - 2, 0) : done] if finished else units[-1:]
             more = self.itemsize * sum(gathered)
         return FLOAT32 / self.ranks * sum(summed) + FLOAT32 * (1 + 1 / self.ranks) * sum(travelling) + more
 
     def moment(self, units: int, layers: int, temporary: float) -> float:
-        """The sum while the backward pass has these first units and layers still to do."""
+        """The sum while these first units and layers still wait for the backward pass."""
         # In a pipeline, later micro-batches have done their forward passes: one for each stage from here to the end.
         waiting = min(self.pipeline_stages - self.number, self.micro_steps) - 1
         activations = self.activations(layers) + waiting * self.activations(len(self.blocks))
         return self.gradients(units) + activations + temporary
 
     def loss_temporaries(self) -> float:
-        """Gradients of the loss's input and of the head, and logits, beside those of the chunk before, if any."""
+        """Gradients of the loss's input and of the head, and logits, also the previous chunk's, if any."""
         V = self.config.padded_vocab_size
         b = self.itemsize
         head = V * self.config.n_embd
@@ -229,9 +229,9 @@ class RankMemory:
         return FLOAT32 * head + 2 * self.stream + chunks
 
     def block_temporaries(self, index: int) -> float:
-        """Of a block's backward pass, or its gradients before they are summed."""
-        # 10 streams: at most, counted in the code that is compiled for an H100. 26: measured on a CPU (docs/memory.md);
-        # which tensors these are is not known. 12: counted.
+        """Temporaries of a block's backward pass, or its gradients before their sum."""
+        # 10 streams: the most, counted in the code compiled for an H100. 26: measured on a CPU (docs/memory.md); it is
+        # not known which tensors these are. 12: counted.
         if self.compiled and not self.on_cpu:
             streams = 10
         else:
@@ -243,14 +243,14 @@ class RankMemory:
     def update(self) -> float:
         """At the update: sums of gradients, and the optimizers' temporaries."""
         stage = self.stage
-        # Muon: all updates, and of one shape the products of Newton-Schulz. AdamW: two temporaries of a shard.
+        # Muon: all updates, and one shape's products of Newton-Schulz. AdamW: two temporaries of a shard.
         updates = 3.7 if self.share > 1 else 2.7
         shard = min(stage.largest, max(stage.units) / self.share)
         temporary = max(updates * self.itemsize * stage.muon / self.share, 2 * FLOAT32 * shard)
         return FLOAT32 * (stage.adamw + stage.muon) / self.share + temporary
 
     def moments(self) -> dict[str, float]:
-        """Bytes besides the states at each moment at which memory can be fullest, in their order."""
+        """Bytes besides the states at each moment at which memory use can peak, in order."""
         units = len(self.stage.units)
         layers = self.stage.layers
         moments = {}
@@ -268,19 +268,19 @@ class RankMemory:
 # ---- A process on a device: the step, the process itself, and the waste of allocators
 
 # Measured (docs/memory.md): bytes that allocators take for each byte of a tensor. In glibc's heap the many temporaries
-# of one size leave holes, of which an eager step has more.
+# of one size leave holes; an eager step has more of them.
 WASTE = 1.15
 HEAP_WASTE = {False: 2.3, True: 1.5}    # by whether the model is compiled
 HEAP_BLOCK = 2**25
 CPU_PROCESS = {False: 400e6, True: 600e6}
-# Guessed, for GPUs that were not at hand: its context, cuBLAS and the code of kernels; NCCL's buffers.
+# Guessed, for GPUs that were not at hand: context, cuBLAS and kernels' code; NCCL's buffers.
 GPU_PROCESS = 1.0 * GIB
 NCCL = 0.5 * GIB
 
 
 def needed_bytes(*args: Any, pipeline_stages: int = 1, **settings: Any) -> float:
     """Bytes that training needs on a rank, margins included. Arguments as `RankMemory`."""
-    step = 0.0  # at the fullest moment, in the pipeline stage that has it
+    step = 0.0  # at the peak, in the pipeline stage with the highest peak
     settings["pipeline_stages"] = pipeline_stages
     for settings["number"] in range(pipeline_stages):
         rank = RankMemory(*args, **settings)

@@ -1,7 +1,7 @@
 """
 How long a GPU computes for an optimizer step: counted work over rates. The rates were measured on one H100; other GPUs
-are assumed to reach the same parts of their datasheets. docs/gpus.md says how, and compares with published steps of
-eight H100s, to which nothing here was fitted; bench/gpu_first_hour.py measures again.
+are assumed to reach the same shares of their datasheet rates. docs/gpus.md says how, and compares with published steps
+of eight H100s, to which nothing here was fitted; bench/gpu_first_hour.py measures again.
 """
 import math
 from typing import NamedTuple
@@ -10,16 +10,16 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.memory import shaped, split_into_stages
 from nanochat.runtime.flops import Gpu
 
-# Products within a step, in bfloat16 and of twice the peak in 8 bits: part of the datasheet's rate.
+# Products within a step: share of the datasheet's bfloat16 rate, or in 8 bits of twice that rate.
 PRODUCTS = 0.7
-# Kernels between the products: part of the memory's bandwidth. With all that is not counted: launches that come late,
+# Kernels between the products: share of the memory's bandwidth. It covers uncounted work, too: late launches,
 # reductions, sorts.
 MEMORY = 0.58
-# Attention: part of the peak for the scores that it computes, forward and backward, and the rate of windows beside that
-# of whole layers. FlashAttention 4 on an H100; FlashAttention 2 is FLASH2 as fast there, and reaches about these parts
+# Attention: share of the peak for the scores that it computes, forward and backward; rate of windows relative to whole
+# layers. FlashAttention 4 on an H100; FlashAttention 2 has FLASH2 of that speed there, and reaches about these shares
 # on an A100 (arXiv:2307.08691).
 FORWARD, BACKWARD, WINDOWS, FLASH2 = 0.51, 0.45, 0.7, 0.62
-TILE = 128  # queries and keys of the blocks of scores that are computed
+TILE = 128  # queries and keys of a computed block of scores
 FP8_GPUS = "H100", "H200", "GH200", "B200", "GB200"  # where it pays, from nanochat/model/fp8.py's MIN_WIDTH on
 # Counted in the code compiled for an H100, with 16 and 32 rows: residual streams that a block reads or writes between
 # its products, and for casts to 8 bits; passes over the logits; bytes of a parameter's gradient in a micro-step, and
@@ -29,7 +29,7 @@ LAUNCH = 1.5e-6  # seconds between two kernels
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step on each GPU, without what it waits for others (nanochat/plan/machines.py)."""
+    """Seconds of a step on each GPU, without waiting for others (nanochat/plan/machines.py)."""
 
     products: float
     attention: float

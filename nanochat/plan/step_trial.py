@@ -3,8 +3,8 @@ Real training steps: how long one takes, and how many rows fit.
 
     python -m nanochat.plan.step_trial JSON      # as scripts.doctor runs it; prints what `try_steps` returns
 
-A step that brings its process down (out of memory, a segmentation fault, a CUDA error that poisons the context) must
-cost no more than an answer: each trial runs in a process of its own, which ends itself after a while.
+A step may kill its process (out of memory, a segmentation fault, a CUDA error that poisons the context), so each trial
+runs in its own process, which ends itself after TIMEOUT.
 """
 import dataclasses
 import json
@@ -38,7 +38,7 @@ from nanochat.runtime.exits import install_one_line_errors
 # Seconds: every rank compiles a whole model, perhaps with an empty cache.
 TIMEOUT = 900
 STEPS = 9
-# Part of a GPU's free memory that a trial may take: a long run fragments more of it.
+# Share of a GPU's free memory that a trial may take: a long run fragments more memory.
 FREE_SHARE = 0.95
 
 
@@ -81,8 +81,8 @@ def try_steps(
     ranks: int = 1, micro_steps: int = 1,
 ) -> list[float]:
     """
-    Milliseconds of a training step with `rows` rows on each rank: if nothing else ran on the processor, and as it was.
-    UserError, in one line, when it fails.
+    Milliseconds of a training step with `rows` rows on each rank: as if nothing else ran on the processor, and as
+    measured. UserError, in one line, if it fails.
     """
     settings = [dataclasses.asdict(config), rows, str(dtype).removeprefix("torch."), device_type, compiled,
                 checkpointing, micro_steps]  # of `main`
@@ -104,8 +104,8 @@ def try_steps(
 
 def rows_that_train(most: int, config: GPTConfig, *how, **settings) -> int:
     """
-    The largest power of two of rows up to `most` with which training steps do not run out of memory here, by trying;
-    0: none. Further arguments as `try_steps`; UserError when a step fails for another reason.
+    The largest power of two of rows up to `most` with which training steps do not run out of memory here, by trial; 0:
+    none. Further arguments: see `try_steps`. UserError if a step fails for another reason.
     """
     rows = 2 ** int(math.log2(most))
     while rows:
@@ -140,7 +140,7 @@ def main(
         synchronize(device)
         times.append(time.perf_counter() - began)
         # On a busy machine a step waits for a core, which says nothing about the model. This thread takes part in all
-        # work; where it waits for the other threads it sleeps. A GPU is not shared like that.
+        # work; while it waits for other threads it sleeps. A GPU is not shared like that.
         alone.append(time.thread_time() - worked if device.type == "cpu" else times[-1])
     print0(1000 * min(alone[1:]), 1000 * min(times[1:]))
     compute_cleanup()

@@ -1,6 +1,6 @@
 """
 The collectives of an optimizer step on each stage of ZeRO, and the bytes that ranks send. docs/zero.md compares them
-with what passes PyTorch's dispatcher, docs/many_hosts.md with what a network interface sends.
+with the collectives that pass PyTorch's dispatcher, docs/many_hosts.md with a network interface's traffic.
 """
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ class Collective(NamedTuple):
     ranks: int          # in the group
     stride: int = 1     # between neighbours of the group: 1 for ranks that share a copy, more for replicas of a shard
     times: int = 1
-    behind: Literal["forward", "backward", ""] = ""  # the pass that goes on meanwhile; "": none
+    behind: Literal["forward", "backward", ""] = ""  # the pass that runs meanwhile; "": none
 
     @property
     def passes(self) -> int:
@@ -32,7 +32,7 @@ def collectives(
 ) -> list[Collective]:
     """
     The collectives of a step on shards · replicas ranks; on stage 0 shards is 1. total: parameters of the model; muon:
-    in Muon's care; head: of the last unit, which stage 3 keeps whole from its forward to its backward pass.
+    Muon's; head: the last unit's, which stage 3 keeps whole from its forward to its backward pass.
     """
     gradients = total * FLOAT32
     gathered = total * dtype.itemsize
