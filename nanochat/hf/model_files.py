@@ -1,11 +1,11 @@
 """
 Our checkpoints as folders that Hugging Face's transformers loads, and the way back.
 
-Models of its class NanoChatForCausalLM have the same mathematics under other names. The rows that pad our vocabulary
+Models of their class NanoChatForCausalLM have the same mathematics under other names. The rows that pad our vocabulary
 are cut off: no token uses them, and an import fills them with zeros.
 
-A model with pieces that this class does not have brings its code: copies of this program's sources, beside
-modeling_nanochat.py. An import runs no such file and compares none: it reads config.json and weights.
+A model with pieces that this class lacks is exported with its code: copies of this program's sources, beside
+modeling_nanochat.py. An import neither runs nor compares these files: it reads config.json and weights.
 """
 import json
 import re
@@ -35,7 +35,7 @@ AUTO_MAP = {
     "AutoConfig": "modeling_nanochat.NanoChatModernConfig",
     "AutoModelForCausalLM": "modeling_nanochat.NanoChatModernForCausalLM",
 }
-# The checkpoint's step in config.json, so that an import has it again.
+# The checkpoint's step in config.json, which an import restores.
 STEP = "nanochat_step"
 WITH_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")
 # Our names of parameters, and theirs.
@@ -140,7 +140,7 @@ def export(checkpoint: Path, meta: dict, folder: Path) -> int:
 
 
 def write_code(folder: Path) -> None:
-    """The modelling file, and as nanochat_*.py every module of this program that it needs, directly or not."""
+    """Write the modelling file and, as nanochat_*.py, every module of this program that it needs."""
     texts = {MODELING.stem: MODELING.read_text(encoding="utf-8")}  # by the name of a file in the folder
     unread = [MODELING.stem]
     while unread:
@@ -241,7 +241,7 @@ def fit(there: Imported, where: Path) -> dict[str, Tensor]:
     for name, shape in shapes.items():
         tensor = there.weights[name].to(dtype)
         if name in WITH_VOCABULARY and len(tensor) == config.vocab_size:
-            # Rows of zeros below.
+            # Add rows of zeros.
             tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         if tensor.shape != shape:
             raise UserError(f"{where}: {name} is {tuple(tensor.shape)}, expected {tuple(shape)}")

@@ -54,8 +54,8 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutput:
         """
         input_ids (B, T) → logits (B, T, vocab_size) in float32, or of the last logits_to_keep tokens of each row.
-        attention_mask (B, T): zeros are padding at the start or the end of a row; ValueError for others. labels (B, T):
-        of the same tokens, −100 where nothing is to be predicted; they give the mean loss.
+        attention_mask (B, T): zeros mark padding at either end of a row; ValueError for other zeros. labels (B, T): the
+        same tokens, −100 where nothing is to be predicted; they give the mean loss.
         """
         T = input_ids.size(1)
         place = torch.arange(T, device=input_ids.device)

@@ -2,8 +2,8 @@
 Our tokenizer in Hugging Face's format, and the way back.
 
 Both encoders give every text the same ids: tiktoken merges any pair of neighbours that forms a token, `tokenizers` only
-the pairs in its list, so the pair that forms each token is found by encoding it. In our encoder no text becomes a
-special token; there any text may. The chat template prevents it with characters that are no text.
+the pairs in its list, so the pair that forms each token is found by encoding it. Our encoder never makes special
+tokens of text; theirs may. The chat template prevents that with characters that are not text.
 """
 import json
 import math
@@ -18,9 +18,9 @@ from nanochat.runtime.errors import UserError
 # Noncharacters, which Unicode keeps for such internal use: the template writes them, the tokenizer removes them.
 GUARD = "\ufdd0\ufdd1"  # between "<" and "|", so that no text spells a special token: removed before the merges
 SEAM = "\ufdd0\ufdd2"   # between two parts of text: removed as well, but nothing is merged across it
-CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")  # has the names of these two in their places
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")  # has these two names as placeholders
 
-# Every imported tokenizer is tried on these texts, for which encoders of this kind are known to differ.
+# Every imported tokenizer is tried on these texts, on which encoders of this kind are known to differ.
 PROBES = (
     "", " ", "  a", "\r\n\r\n x\n", "\t\t\n  \n", "I'm YOU'LL we've 'ſ", "x1234567890 3.14",
     "a_b.c(d);\n\n\tif __x__:", "naïve café, e\u0301 हिन्दी", "日本語のテキスト。", "العربية ١٢٣", "🙂👩‍👩‍👧‍👦🏴",
@@ -63,7 +63,7 @@ def to_hf(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
         pair = last_merge(token, ranks)
         if len(pair) == 2:
             merges.append((spelled[pair[0]], spelled[pair[1]]))
-    # ignore_merges: a piece that is a token is that token, even one that no merges lead to; so does tiktoken.
+    # ignore_merges: a piece that equals a token becomes it, even if no merges lead to it, as in tiktoken.
     result = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     result.normalizer = normalizers.Replace(GUARD, "")
     result.pre_tokenizer = pre_tokenizers.Sequence([
@@ -82,8 +82,8 @@ def to_hf(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """
-    The two tokens that byte-pair encoding merges last on its way from a token's bytes to the token; more than two
-    where it never gets there. No other pair ever forms it: what is merged inside of it is the same in every text.
+    The two tokens that byte-pair encoding merges last on its way from a token's bytes to the token; more than two if it
+    never gets there. No other pair ever forms the token: the merges inside it are the same in every text.
     """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -110,7 +110,7 @@ def from_hf(path: Path) -> Tokenizer:
                 ranks[bytes(letters[char] for char in token)] = rank
         steps = document["pre_tokenizer"].get("pretokenizers", [document["pre_tokenizer"]])
         (pattern,) = [step["pattern"]["Regex"] for step in steps if "Regex" in step.get("pattern", ())]
-    except Exception as error:  # the Rust side has no class of its own: not JSON, a part missing, not byte-level
+    except Exception as error:  # the Rust side has no error class: not JSON, a part missing, not byte-level
         raise UserError(f"{path} cannot be read as a byte-level tokenizer: {type(error).__name__}: {error}") from error
     tokenizer = from_ranks(ranks, pattern, specials, path)
     for probe in PROBES:
