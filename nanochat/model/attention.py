@@ -30,8 +30,8 @@ def attention(
     softmax(q kᵀ / √D) v, each query over the last `window` keys, up to and including its own.
 
     q: (B, T, H, D); k, v: (B, T, H_kv, D) with H a multiple of H_kv: consecutive query heads share a key head.
-    Returns (B, T, H, D) in q's dtype. documents: their offsets, see `GPT.forward`; only where `has_varlen`. Without
-    them, `begins` is read, see `document_begins`. No query sees keys before its document.
+    Returns (B, T, H, D) in q's dtype. documents: their offsets, see `GPT.forward`; given only if `has_varlen`.
+    Otherwise `begins` is used, see `document_begins`. No query sees keys before its document.
 
     A GPU uses FlashAttention, which skips scores outside windows and documents. A CPU uses blocks of queries, two plain
     matrix products each, measured faster than scaled_dot_product_attention, which is the fallback.
@@ -231,7 +231,7 @@ class BlockwiseAttention(torch.autograd.Function):
 
 
 def token_before(x: Tensor, begins: Tensor | None) -> Tensor:
-    """x (B, T, …) shifted by one position: each token gets the previous token's; zeros where a document begins."""
+    """x (B, T, …) shifted by one position: each token gets its predecessor's values; zeros where a document begins."""
     before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
     if begins is None:
         return before
@@ -242,8 +242,8 @@ def token_before(x: Tensor, begins: Tensor | None) -> Tensor:
 def offset_keys(k: Tensor, begins: Tensor | None) -> Tensor:
     """
     Keys (B, T, H, D) whose slow channels (the half that `rotate` turns least) come from the token before, or are zeros
-    where a document begins. Then a single layer can find what followed a token last time. Partial key offset:
-    modded-nanogpt, 2025.
+    where a document begins. Then a single layer can find what followed a token's last occurrence. Partial key
+    offset: modded-nanogpt, 2025.
     """
     fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, T, H, 2, D/4): `rotate` pairs the 2
     before = token_before(slow, begins)

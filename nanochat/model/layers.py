@@ -34,7 +34,7 @@ class Streams(NamedTuple):
 
 
 def norm(x: Tensor) -> Tensor:
-    """Scales the last dimension to root mean square one; no learnable weights. Computed in float32."""
+    """Scales the last dimension to a root mean square of one; no learnable weights. Computed in float32."""
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
@@ -222,7 +222,7 @@ class CausalSelfAttention(nn.Module):
             q = RotatedNorm.apply(q, cos, sin, self.qk_scale)
             k = RotatedNorm.apply(k, cos, sin, self.qk_scale)
         else:
-            # Fewer operations: their number sets the time of decoding.
+            # Fewer operations: decoding time depends on their number.
             qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
             qk = norm(rotate(qk, cos, sin))
             if self.qk_scale != 1:

@@ -59,7 +59,7 @@ def _(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
     begins = torch.searchsorted(ordered, torch.arange(rows + 1, device=tokens.device))
     total = grad.new_empty(rows, columns)
     programs, parts = -(-places // PLACES), -(-columns // COLUMNS)
-    # For tokens that span programs, two sums per program: a token that began earlier, a token that continues.
+    # For tokens that span programs, two sums per program: of a token that began earlier, of a token that continues.
     partial = grad.new_empty(programs, 2, columns, dtype=torch.float32)
     table_kernels.add_places[programs, parts](
         grad.contiguous(), ordered, order, begins, total, partial, places, columns, PLACES, COLUMNS)
