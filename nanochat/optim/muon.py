@@ -16,7 +16,7 @@ from nanochat.optim.partition import ShardRange
 from nanochat.optim.sharding import Sharding
 from nanochat.runtime.step_stats import StepStats
 
-# Odd quintic polynomials, one per step, each the best for the interval of singular values that the last step leaves.
+# Odd quintic polynomials, one per step, each the best for the interval of singular values left by the previous step.
 # Amsel et al. 2025 ("Polar Express"), arXiv:2505.16932, for five steps; docs/decisions.md has the comparison with
 # the fixed (3.4445, −4.7750, 2.0315) of the original Muon.
 POLAR_EXPRESS = (

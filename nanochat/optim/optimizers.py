@@ -35,7 +35,7 @@ def setup_optimizers(
 ) -> tuple[Any, ...]:
     """
     (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
-    look_ahead: its distance; unless 0, a third optimizer, a LookAhead for all shards, steps last.
+    look_ahead: its distance; unless 0, a LookAhead for all shards is the third, which steps last.
     weight_decay: Muon's. Rates of embedding, tables and head are for a model 768 wide; they scale as 1/√width.
     lr_scale: multiplies all rates.
     """

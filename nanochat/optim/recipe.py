@@ -10,7 +10,7 @@ from nanochat.optim.schedule import apply_schedule, lr_multiplier, momentum_at, 
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 
-# The batch grows as tokens^0.383 with the tokens to train on, and is half a million for 1.2 billion (a depth-12 model
+# The batch grows as tokens^0.383 with the tokens to train on: half a million tokens for 1.2 billion (a depth-12 model
 # on ten tokens per parameter). Exponent: Bergsma et al. 2025, arXiv:2505.13738. The scripts' rates are for that
 # point.
 REFERENCE_BATCH = 2**19
@@ -22,7 +22,7 @@ LARGEST_BATCH = 2**20
 
 
 class Recipe(NamedTuple):
-    """Settings of pretraining that depend on its steps and layers. Defaults: a short run's."""
+    """Settings of pretraining that depend on its steps and layers. The defaults are a short run's."""
 
     embedding_lr: float = 0.2
     unembedding_lr: float = 0.004

@@ -58,7 +58,7 @@ def apply_schedule(
 ) -> None:
     """
     Set every group's rates for this step from their initial ones. Weight decay falls to zero on a cosine; a group with
-    a window has a rate of zero outside of it.
+    a window has a rate of zero outside it.
     """
     decay_left = (1 + math.cos(math.pi * min(step / num_iterations, 1.0))) / 2
     for optimizer in optimizers:
@@ -75,8 +75,8 @@ def apply_schedule(
 def rows_at_a_time(rows: int, ranks: int, most: int, pipeline_stages: int = 1) -> int:
     """
     Rows per rank and micro-step, at most `most`, for steps of `rows`: a divisor of each rank's share. If the ranks do
-    not divide a step, up to a tenth of its places, in its last micro-step, stay empty so that micro-steps are large.
-    A pipeline has none.
+    not divide a step, up to a tenth of its places, in its last micro-step, stay empty to keep micro-steps large. A
+    pipeline has no empty places.
     """
     if rows % ranks == 0 or pipeline_stages > 1:
         return math.gcd(rows // ranks, most)

@@ -223,7 +223,7 @@ class Sharding(ABC):
         return whole
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """The whole of a parameter of this pipeline stage."""
+        """A whole parameter of this pipeline stage."""
         return tensor
 
     def gather_model(self) -> nn.Module:
