@@ -8,7 +8,7 @@ Checkpoints: a folder per step, whole or absent, checked when it is read, and lo
         tokenizer…                           the tokenizer the weights belong to
         manifest.json                        SHA-256 of each file above; its presence makes the folder a checkpoint
 
-saving.py writes them, resharding.py loads the state of training. Functions marked COLLECTIVE are called by
+saving.py writes checkpoints, and resharding.py loads the training state. Functions marked COLLECTIVE are called by
 every rank, and raise on all or none.
 """
 import contextlib
@@ -51,13 +51,13 @@ def list_tags(folder: Path) -> list[str]:
 
 
 def newest_saved(folder: Path) -> str:
-    """The end of a message about a failed run or save: where one can go on."""
+    """The end of a message about a failed run or save: the step to go on from."""
     newest = newest_step(folder)
     return f"the newest saved step is {newest}" if newest else f"no step is saved in {folder}"
 
 
 def has_training_state(checkpoint: Path) -> bool:
-    """Whether a run can resume from it: an import has weights only."""
+    """Whether a run can resume from the checkpoint: an import has weights only."""
     return any(checkpoint.glob("optimizer_rank_*.safetensors"))
 
 
@@ -70,7 +70,7 @@ def read_meta(checkpoint: Path) -> dict:
 
 def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     """
-    The first problem of a checkpoint, naming the file; None if every file has its checksum of the manifest. Without
+    The first problem of a checkpoint, naming the file; None if every file matches its checksum in the manifest. Without
     `training` the optimizers' files, which only a resumed run loads, are not read. Each rank reads a share of the
     files: hashing takes as long as reading. COLLECTIVE.
     """
@@ -269,7 +269,7 @@ def has_written(launchers: list[str], folder: Path) -> bool:
 def changed_settings(before: dict, now: dict) -> str:
     """
     A line for each setting that differs from the checkpoint's. A resumed run is exact only if there are none. A setting
-    that is newer than the checkpoint is not compared: its default does what was done before.
+    that is newer than the checkpoint is not compared: its default keeps the old behaviour.
     """
     text = ""
     for name, value in now.items():

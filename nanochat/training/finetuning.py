@@ -120,9 +120,9 @@ def require_same_data(start: Start, data_state: dict) -> None:
 
 def choose_epochs_and_rate(conversations: int, num_epochs: int, init_lr_frac: float) -> tuple[int, float]:
     """
-    How often each conversation is seen, and the part of the learning rates to begin with; −1: chosen here. FEW rows,
-    32 a step, are learned at FEW_RATE, so a few hundred conversations are seen several times. The more rows there are,
-    the lower the rate, because learning depends on the sum of a run's rates.
+    How often each conversation is seen, and the fraction of the learning rates to begin with; −1: chosen here. FEW
+    rows, 32 a step, are learned at FEW_RATE, so a few hundred conversations are seen several times. The more rows there
+    are, the lower the rate, because learning depends on the sum of a run's rates.
     """
     if num_epochs == -1:
         num_epochs = min(max(round(FEW / conversations), 1), MOST_EPOCHS)

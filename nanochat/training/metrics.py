@@ -52,7 +52,7 @@ class Metrics:
     (`stop_requested`), that it is time for a checkpoint (`save_requested`), and how many steps in a row were skipped
     because a loss or gradient was not finite (`bad_steps`). Only rank 0 prints and writes.
 
-    total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint, to go on from. UserError
+    total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint to resume. UserError
     for a checkpoint beyond the run's end: its results would belong to no run.
     """
 
@@ -70,7 +70,7 @@ class Metrics:
         self.session_steps = 0        # of this process
         self.session_seconds = 0.0    # without its first step
         self.wandb = None
-        self.unwritten = ""  # records that the disk has refused so far
+        self.unwritten = ""  # records that could not be written so far
         if start_step > num_iterations:
             raise UserError(f"this run would have {num_iterations} steps, but the checkpoint is at step {start_step}: "
                             f"--num_iterations={start_step} takes it as finished; --overwrite without --resume starts "

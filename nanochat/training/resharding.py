@@ -61,7 +61,7 @@ def kept_state(sharding: Sharding, optimizers) -> dict[str, Piece]:
 def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> None:
     """
     Copy weights, masters and moments of a verified checkpoint into model and optimizers, each rank its own pieces.
-    UserError, before anything is changed, when it does not fit the run. COLLECTIVE.
+    UserError, before anything is changed, if the checkpoint does not fit the run. COLLECTIVE.
     """
     kept = kept_state(sharding, optimizers)
     with ExitStack() as stack:

@@ -16,8 +16,8 @@ class Rollout:
     """A prompt and one answer to it."""
 
     ids: list[int]
-    sampled: list[bool]         # of each token: drawn by the model, not in the prompt or from the tool
-    logprobs: list[float]       # of each token, by the engine; 0 in the prompt
+    sampled: list[bool]         # for each token: drawn by the model, not in the prompt or from the tool
+    logprobs: list[float]       # for each token, by the engine; 0 in the prompt
     reward: float
     cut: bool                   # it reached the largest number of tokens first
     advantage: float            # the reward minus the mean of this problem's samples

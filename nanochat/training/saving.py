@@ -122,7 +122,7 @@ class CheckpointWriter:
     def checkpoint(self, asked_for: bool) -> None:
         """
         Save the state, unless it has been saved: if asked for, or if rank 0 says that `save_minutes` are over. Of the
-        checkpoints that were saved only for the time, the newest two are kept.
+        checkpoints saved only because time was up, the newest two are kept.
         """
         step, metrics, meta = self.state
         if not (asked_for or metrics.save_requested):

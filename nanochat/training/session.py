@@ -47,7 +47,7 @@ class Session:
                                model.estimate_flops(), peak_flops(sharding.device, sharding.dtype), metrics_state)
         self.stop = StopRequest()
         self.stopped = False         # before this step, by a signal to some rank
-        self.first_step = self.step  # which compiles
+        self.first_step = self.step  # it compiles
         # The report's sections about the model that this run replaces.
         if not before:
             remove_sections(self.section, meta["data"], checkpoints.name)
