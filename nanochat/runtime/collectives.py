@@ -51,7 +51,7 @@ def from_rank0(function: Callable[..., T], *args) -> T:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of each rank, in the order of ranks, on every rank. group: one of all ranks. COLLECTIVE."""
+    """The value of each rank, in the order of ranks, on every rank. group: a group of all ranks. COLLECTIVE."""
     values = [value] * rank_and_size()[1]
     if len(values) > 1:
         dist.all_gather_object(values, value, group)

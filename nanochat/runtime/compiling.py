@@ -44,7 +44,7 @@ def of_any_length(function: Callable) -> Callable:
 
 
 def of_any_number(items: torch.Tensor) -> torch.Tensor:
-    """The same tensor, marked: other lengths (≥ 2) compile nothing again."""
+    """The same tensor, marked so that other lengths (≥ 2) compile nothing again."""
     if switch.on:
         torch._dynamo.maybe_mark_dynamic(items, 0)
     return items
@@ -53,7 +53,7 @@ def of_any_number(items: torch.Tensor) -> torch.Tensor:
 def in_one_pass(function: Callable, flat: torch.Tensor, *others: torch.Tensor | float):
     """
     function(flat, *others), elementwise over long flat tensors: compiled, it reads and writes memory once instead of
-    once for each operation. It is compiled once for all lengths; below ONE_PASS elements it is not worth a call.
+    once for each operation. It is compiled once for all lengths; below ONE_PASS elements, compiled code does not pay.
     """
     if switch.on and len(flat) >= ONE_PASS:
         function = with_compiler(function, True)

@@ -1,4 +1,4 @@
-"""Errors: one line if a user can cause and fix it; everything else keeps its traceback. Imports no torch."""
+"""Errors: one line for those a user can cause and fix; all others keep their tracebacks. Imports no torch."""
 import difflib
 import errno
 import os

@@ -13,7 +13,7 @@ from nanochat.runtime.errors import one_line
 
 # Under torchrun: called with the line of an error that a restart would only repeat.
 tell_restarts: list[Callable[[str], object]] = []
-# Called after an uncaught error is reported, to save, say. They never raise, and never wait for dead ranks.
+# Called after an uncaught error is reported, for example to save. They never raise or wait for dead ranks.
 last_acts: list[Callable[[], None]] = []
 # This process is about to exit, so the heartbeat must not end it.
 ending = threading.Event()

@@ -43,14 +43,14 @@ def datasheet_peak(gpu: str) -> float:
 
 
 def gpu_here(device: torch.device) -> Gpu:
-    """By its datasheet; a device that is not in the table gets an H100's ratio of bytes to FLOPs."""
+    """The device's datasheet rates; a device that is not in the table gets an H100's ratio of bytes to FLOPs."""
     peak = peak_flops(device, torch.bfloat16)
     name = gpu_name(device) if device.type == "cuda" else ""
     return Gpu(name or device.type.upper(), peak, BANDWIDTH.get(name, peak * BANDWIDTH["H100"] / PEAK_BF16["H100"]))
 
 
 def gpu_name(device: torch.device) -> str:
-    """The table's name of the GPU that is here; "" if it has none."""
+    """The table's name for this GPU; "" if it has none."""
     name = torch.cuda.get_device_name(device)
     # Whole words, because an RTX A4000 is no A40.
     return next((part for part in PEAK_BF16 if re.search(rf"\b{part}\b", name)), "")

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 def in_processes(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """
     [work(item) for item in items]: the first in this process, the others at the same time, each in a forked copy. A
-    copy has no threads, so `work` must be pure Python, without torch. Other systems than Linux take turns.
+    copy has no threads, so `work` must be pure Python, without torch. On other systems than Linux, items take turns.
     """
     if sys.platform != "linux":
         return [work(item) for item in items]

@@ -89,7 +89,7 @@ class StopRequest:
 
     def end(self, step: int) -> NoReturn:
         """
-        End a run that was stopped, once it is saved. Its exit code is the usual one after the signal (130 for Ctrl-C,
+        End a run that was stopped, once it is saved. Its exit code is the usual one for the signal (130 for Ctrl-C,
         143 for SIGTERM), so that a script does not run its next command; under torchrun 0. COLLECTIVE.
         """
         print0(f"stopped after step {step}; --resume=auto continues")
