@@ -68,7 +68,7 @@ def pretraining(
 class Choice(NamedTuple):
     depth: int
     rows: int               # at a time on each GPU
-    recompute: bool         # activations: computed twice if hardly a row fits
+    recompute: bool         # activations: computed twice if few rows fit
 
 
 class Cost(NamedTuple):
@@ -87,8 +87,8 @@ class Cost(NamedTuple):
 
 def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     """
-    Of all stages. Pretraining may take a fifth longer than estimated. The others (mid-training and fine-tuning on half
-    a billion tokens, reinforcement learning, evaluations, downloads, compiling) are guessed: 8 to 16 GPU hours.
+    The cost of all stages. Pretraining may take a fifth longer than estimated. The others (mid-training and fine-tuning
+    on half a billion tokens, reinforcement learning, evaluations, downloads, compiling) are guessed: 8 to 16 GPU hours.
     """
     config = config_of(choice.depth)
     run = pretraining(config, ranks, choice.rows, SIZES[choice.depth].ratio)

@@ -51,7 +51,7 @@ class Cluster(NamedTuple):
     between: Link
 
     def on_a_host(self, size: int, stride: int) -> int:
-        """How many of a group, `size` ranks with this stride, one host has."""
+        """How many ranks of a group (`size`, every stride-th rank) are on one host."""
         return min(size, max(self.per_host // stride, 1))
 
     def sent(self, collective: Collective) -> Sent:
@@ -127,7 +127,7 @@ class StagePlan:
     def waits(self, behind: str, pass_seconds: float) -> float:
         """
         Seconds that the "forward" or "backward" passes of a step, of pass_seconds each, wait for collectives. Sending
-        hides behind a pass, except for the time beyond the pass, and at least for the first unit's: its parameters are
+        hides behind a pass, except for the time beyond the pass, or at least the first unit's time: its parameters are
         needed first, its gradients complete last.
         """
         total = sum(self.units)

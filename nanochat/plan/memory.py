@@ -56,7 +56,7 @@ def state_bytes(
 
 # ---- A training step, moment by moment
 
-shaped = cache(model_without_memory)  # one for each config: nobody changes it
+shaped = cache(model_without_memory)  # one for each config, never changed
 
 
 class PipelineStage(NamedTuple):

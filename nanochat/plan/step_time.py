@@ -16,7 +16,7 @@ PRODUCTS = 0.7
 # reductions, sorts.
 MEMORY = 0.58
 # Attention: share of the peak for the scores that it computes, forward and backward; rate of windows relative to whole
-# layers. FlashAttention 4 on an H100; FlashAttention 2 has FLASH2 of that speed there, and reaches about these shares
+# layers. FlashAttention 4 on an H100; FlashAttention 2 is FLASH2 times as fast there, and reaches about these shares
 # on an A100 (arXiv:2307.08691).
 FORWARD, BACKWARD, WINDOWS, FLASH2 = 0.51, 0.45, 0.7, 0.62
 TILE = 128  # queries and keys of a computed block of scores
