@@ -41,7 +41,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return {name.removeprefix("_orig_mod."): tensor.detach() for name, tensor in state.items()}
-    except Exception as error:  # damaged files raise any error; UnpicklingError if there is more than tensors
+    except Exception as error:  # damaged files can raise anything; UnpicklingError if there is more than tensors
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
 
 
@@ -68,5 +68,5 @@ def read_tokenizer(path: Path) -> Tokenizer:
         return from_ranks(fields["mergeable_ranks"], fields["pat_str"], fields["special_tokens"], path)
     except UserError:
         raise
-    except Exception as error:  # damaged opcodes raise any error
+    except Exception as error:  # damaged opcodes can raise anything
         raise UserError(f"{path} is no pickle of a tokenizer: {type(error).__name__}: {error}") from error

@@ -2,8 +2,8 @@
 Our tokenizer in Hugging Face's format, and the way back.
 
 Both encoders give every text the same ids: tiktoken merges any pair of neighbours that forms a token, `tokenizers` only
-the pairs in its list, so the pair that forms each token is found by encoding it. Our encoder never makes special
-tokens of text; theirs may. The chat template prevents that with characters that are not text.
+the pairs in its list, so the pair that forms each token is found by encoding it. Our encoder never turns text into
+special tokens; theirs may. The chat template prevents that with characters that are not text.
 """
 import json
 import math
@@ -31,7 +31,7 @@ PROBES = (
 # ---- Export
 
 def write_tokenizer(tokenizer: Tokenizer, sequence_len: int, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and the chat template."""
+    """Write tokenizer.json, tokenizer_config.json and the chat template."""
     to_hf(tokenizer).save(str(folder / "tokenizer.json"))
     # Padding is <|bos|>, which is never a target: trainers leave padding out of the loss, and with <|assistant_end|>
     # they would leave out the end of every answer.
