@@ -30,7 +30,7 @@ def find_beginning(settings: dict, default_tag: str) -> Beginning:
     """
     begin_from, model_tag = settings["begin_from"], settings["model_tag"]
     if begin_from and model_tag in ("", begin_from):
-        raise UserError(f"begin_from={begin_from} needs another --model_tag=…: the name of the model that comes of it")
+        raise UserError(f"begin_from={begin_from} needs another --model_tag=…: the name of the new model")
     checkpoints = checkpoint_dir("base", model_tag or default_tag)
     resumed = choose_start(checkpoints, settings["resume"], settings["overwrite"], settings["resume_from_step"])
     if resumed:
@@ -57,8 +57,8 @@ def continued_model(checkpoint: Path, settings: dict) -> tuple[GPTConfig, Tokeni
     if depth not in (-1, config.n_layer):
         raise UserError(f"depth={depth}, but {checkpoint} has {config.n_layer} layers, which stay: leave out --depth")
     if name or "head_dim" in changes:
-        raise UserError(f"arch={arch!r}, but {checkpoint} has its own architecture, which stays: expected changes that "
-                        "keep its weights only, such as --arch=rope_theta=500000")
+        raise UserError(f"arch={arch!r}, but {checkpoint} has its own architecture, which cannot change: expected only "
+                        "changes that keep its weights' shapes, such as --arch=rope_theta=500000")
     if settings["max_seq_len"] != -1:
         changes["sequence_len"] = settings["max_seq_len"]
     changed = replace(config, **changes)
