@@ -1,21 +1,21 @@
 """
-Best-fit packing, the one algorithm by which documents and conversations become rows of tokens.
+Best-fit packing: the algorithm that packs both documents and conversations into rows of tokens.
 
-A row begins with the item that has waited longest, so that none waits for ever. Then the longest waiting item that
-still fits is added, again and again. Where none fits, the policies differ: pretraining cuts the longest
-(dataloader.py), a conversation is never cut and the row ends (conversation_loader.py).
+A row begins with the item that has waited longest, so no item waits for ever. Then the longest waiting item that
+still fits is added, again and again. When none fits, pretraining cuts the longest item (dataloader.py);
+conversations are never cut, so the row ends (conversation_loader.py).
 """
 import sys
 from bisect import bisect_left, insort
 
 
 class WaitingItems:
-    """Tuples that begin with a length in tokens. Among equally long ones the largest key is taken first."""
+    """Tuples that begin with a length in tokens. Among equally long items the largest key is taken first."""
 
     def __init__(self) -> None:
         self.items: dict[int, tuple] = {}           # by key, the oldest first
-        # A sorted list, not a tree or a heap: among a few hundred items, moving the rest of a list costs nothing.
-        self.by_length: list[tuple[int, int]] = []  # (length, key), rising
+        # A sorted list, not a tree or a heap: with a few hundred items, shifting the rest of a list costs nothing.
+        self.by_length: list[tuple[int, int]] = []  # (length, key), ascending
 
     def add(self, key: int, item: tuple) -> None:
         self.items[key] = item

@@ -7,8 +7,8 @@ Conversations and their tokens: how a dialogue is laid out for the model, and wh
                                                     {"type": "text", "text": "It is 36."}]}]}
 
 User and assistant take turns, the user first; a system message may come before them and joins the first user turn.
-A part of the assistant's with "weight": 0 is read, not learned; so is the end of a turn whose last part it is.
-Clients of a server may send messages in any order: see `turns_of`.
+An assistant part with "weight": 0 is read, not learned; if it is a turn's last part, so is the turn's end token.
+A server's clients may send messages in any order: see `turns_of`.
 """
 import bisect
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 
 ROLES = ("system", "user", "assistant")
-# Kind of part -> the special tokens around it, and whether the assistant is the one who writes it.
+# Kind of part -> the special tokens around it, and whether the assistant writes it.
 PARTS = {
     "text": ("", "", True),
     "python": ("<|python_start|>", "<|python_end|>", True),
@@ -30,11 +30,11 @@ Conversation = dict[str, Any]
 
 class Rendered(NamedTuple):
     ids: list[int]
-    mask: list[int]     # 1 for tokens that the assistant writes, with <|assistant_end|>; 0 for the others
+    mask: list[int]     # 1 for tokens that the assistant writes, <|assistant_end|> included; else 0
 
 
 def check_conversation(conversation: Conversation, where: str = "conversation") -> None:
-    """UserError, beginning with `where`, if its messages, each with a role and a content, are no turns as above."""
+    """UserError, beginning with `where`, unless its messages (each has role and content) are turns as above."""
     if problem := problem_with(conversation["messages"]):
         raise UserError(f"{where}: {problem}")
 
@@ -65,9 +65,9 @@ def problem_with(messages: list[dict]) -> str | None:
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
-    """The tokens of a conversation that begins with <|bos|>, for training: up to its last answer, or none."""
+    """A conversation's tokens for training: <|bos|> and all up to its last answer; none without an answer."""
     ids, mask = [tokenizer.get_bos_token_id()], [0]
-    # What follows the last answer teaches nothing, and is left out.
+    # Messages after the last answer teach nothing and are left out.
     end = 0
     for turn in turns_of(conversation["messages"]):
         for part_ids, trained in pieces(tokenizer, turn):
@@ -80,12 +80,12 @@ def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
 
 def render_parts(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> tuple[list[Rendered], int]:
     """
-    A conversation in parts of at most max_tokens, and how many of its answers are in none: those that are too long even
-    alone with their question and the system message. Every other answer is learned in exactly one part.
+    A conversation in parts of at most max_tokens, and how many answers are in no part: they are too long even with only
+    their question and the system message. Every other answer is learned in exactly one part.
 
-    One part if all fits. Else each begins with the system message and has as many exchanges before its first new one as
-    fit, to read only. New ones take at most half of a part, where more are before them: the parts together have about
-    twice the tokens, and an answer is learned with half a part before it.
+    One part if everything fits. Otherwise each part begins with the system message, then repeats as many earlier
+    exchanges as fit (read only). New exchanges take at most half of a part if earlier ones fill the rest. So the parts
+    have about twice the conversation's tokens, and an answer has half a part before it.
     """
     whole = render(tokenizer, conversation)
     if len(whole.ids) <= max_tokens:
@@ -94,7 +94,7 @@ def render_parts(tokenizer: Tokenizer, conversation: Conversation, max_tokens: i
     system = [message for message in messages[:1] if message["role"] == "system"]
     turns = turns_of(messages[len(system):])
     user_start = tokenizer.encode_special("<|user_start|>")
-    # Where the exchanges begin, and the end.
+    # Where exchanges begin, and the end.
     bounds = [i for i, token in enumerate(whole.ids) if token == user_start] + [len(whole.ids)]
     last = len(bounds) - 1
     # Each exchange alone, with the system message: the shortest part that can hold its answer.
@@ -126,8 +126,8 @@ def render_parts(tokenizer: Tokenizer, conversation: Conversation, max_tokens: i
 
 def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_last: bool = False) -> list[int]:
     """
-    The tokens up to the place where the assistant writes. An answer at the end of the conversation is left out; with
-    continue_last it stays, and the assistant goes on from there.
+    The tokens up to where the assistant writes. An answer at the end of the conversation is left out; with
+    continue_last it stays, and the assistant continues it.
     """
     turns = turns_of(conversation["messages"])
     answer = ""
@@ -137,12 +137,12 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_las
             answer = last["content"]
     turns.append({"role": "assistant", "content": answer})
     ids = render(tokenizer, {"messages": turns}).ids
-    # Without <|assistant_end|>: the assistant goes on.
+    # Without <|assistant_end|>: the assistant continues.
     return ids[:-1]
 
 
 def plain_text(conversation: Conversation) -> str:
-    """The messages as paragraphs of one text, without saying whose they are."""
+    """The messages as paragraphs of one text, without their roles."""
     paragraphs = []
     for message in conversation["messages"]:
         paragraphs.append("".join(part["text"] for part in parts(message["content"])))
@@ -150,14 +150,14 @@ def plain_text(conversation: Conversation) -> str:
 
 
 def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
-    """The tokens for a base model, which knows no turns: a text that it continues."""
+    """The tokens for a base model, which knows no turns: a text to continue."""
     return [tokenizer.get_bos_token_id(), *tokenizer.encode(plain_text(conversation))]
 
 
 def turns_of(messages: list[dict]) -> list[dict]:
     """
-    Messages in any order as turns: consecutive ones of the assistant are one turn, and so are consecutive ones of
-    system and user, with a blank line between two texts. The first turn may be the assistant's.
+    Messages in any order as turns: consecutive assistant messages become one turn, and so do consecutive system and
+    user messages, with a blank line between two texts. The first turn may be the assistant's.
     """
     turns: list[dict] = []
     for message in messages:
@@ -171,8 +171,8 @@ def turns_of(messages: list[dict]) -> list[dict]:
 
 def recent(messages: list[dict], size: Callable[[list[dict]], int], limit: int) -> list[dict]:
     """
-    Messages without the oldest turns: as few are left out as it takes for a size of at most `limit`. System messages at
-    the beginning stay, and so does the last question with what follows it, however long they are.
+    Messages without the oldest turns: as few are left out as a size of at most `limit` requires. System messages at the
+    beginning stay, and so do the last question and everything after it, however long they are.
     """
     first = next((i for i, message in enumerate(messages) if message["role"] in ("user", "assistant")), 0)
     starts = [first] + [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "user"]
@@ -181,14 +181,14 @@ def recent(messages: list[dict], size: Callable[[list[dict]], int], limit: int) 
         return messages[:first] + messages[starts[turn] :]
 
     last = len(starts) - 1
-    # What always stays is measured in every step of the search below, so it must not be long.
+    # The search below measures these messages in every step, so they must not be long.
     if size(rest(last)) > limit:
         return rest(last)
     return rest(bisect.bisect_left(range(last), -limit, key=lambda turn: -size(rest(turn))))
 
 
 def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict]:
-    """Two contents as one. Two texts stay one text, since it is tokenized as a whole."""
+    """Two contents as one. Two texts become one text, which is tokenized as a whole."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
     before = parts(first)
@@ -199,7 +199,7 @@ def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict
 
 
 def text_of(content: str | list[dict]) -> str:
-    """What the reader of a message sees: without calls of tools and their output."""
+    """What a message's reader sees: no tool calls and no tool output."""
     return "".join(part["text"] for part in parts(content) if part["type"] == "text")
 
 
@@ -208,7 +208,7 @@ def parts(content: str | list[dict]) -> list[dict]:
 
 
 def pieces(tokenizer: Tokenizer, message: dict):
-    """(ids, whether they are trained) of a message's parts in order, its special tokens around them."""
+    """(ids, whether they are trained) of a message's parts in order, with its special tokens around them."""
     role = message["role"]
     yield [tokenizer.encode_special(f"<|{role}_start|>")], False
     trained = role == "assistant"

@@ -2,7 +2,7 @@
 Conversations → rows of tokens, the same rows on any number of ranks; the loader of mid-training and fine-tuning.
 
 Before the first step each rank renders its share of the conversations, and the ranks exchange the tokens. So every
-rank knows how many steps there are and what each of them holds.
+rank knows how many steps there are and what each step contains.
 """
 import hashlib
 import heapq
@@ -27,18 +27,18 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.processes import in_processes
 from nanochat.runtime.progress import progress
 
-Rows = list[list[int]]      # of each row the numbers of its conversations (below: also a part of a long one)
-BUFFER_CONVERSATIONS = 512  # best fit chooses among these; more fill rows better, and keep the shuffled order less
+Rows = list[list[int]]      # for each row the numbers of its conversations (or parts of a long one)
+BUFFER_CONVERSATIONS = 512  # best fit chooses among these; more fill rows better but keep less of the shuffled order
 
 
 def render_share(
     conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int, share: range
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """
-    (ids, masks, lengths, counts) of the conversations of these numbers; counts: how many of them are split, and how
-    many answers are too long.
+    (ids, masks, lengths, counts) of the conversations with these numbers; counts: how many are split, and how many
+    answers are too long.
     """
-    # Together with the masks 5 bytes a token; lists of integers would take several times as much.
+    # With the masks 5 bytes per token; lists of integers would take several times as much.
     ids = array("i")
     masks = bytearray()
     lengths = []
@@ -57,17 +57,17 @@ def render_share(
 
 class RenderedConversations:
     """
-    Tokens and masks of all conversations, end to end; a long one is several, see `render_parts`. Left out are answers
-    that do not fit into max_tokens even alone. name: of this data, in the line that is printed. COLLECTIVE.
+    Tokens and masks of all conversations, end to end; a long one is split, see `render_parts`. Answers that do not fit
+    into max_tokens even alone are left out. name: what the printed line calls this data. COLLECTIVE.
     """
 
     def __init__(self, conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int,
                  name: str = "training"):
         rank, ranks = rank_and_size()
         count = len(conversations)
-        # A rank has the processor's threads for its own; GPUs have a rank each, and no process is copied beside one.
+        # A rank on a CPU forks one process per thread that it owns. A rank with a GPU forks none.
         workers = torch.get_num_threads() if not torch.cuda.is_available() else 1
-        # Mixtures are shuffled, so equal shares are about equal work.
+        # Mixtures are shuffled, so equal shares mean about equal work.
         bounds = [count * part // (ranks * workers) for part in range(rank * workers, (rank + 1) * workers + 1)]
         shares = [range(start, stop) for start, stop in itertools.pairwise(bounds)]
         rendered = in_processes(partial(render_share, conversations, tokenizer, max_tokens), shares)
@@ -91,7 +91,7 @@ class RenderedConversations:
         return len(self.lengths)
 
     def row_length(self, indices: list[int]) -> int:
-        """Tokens of these conversations together."""
+        """Total tokens of these conversations."""
         return int(self.lengths[indices].sum())
 
     def read(self, indices: list[int]) -> Row:
@@ -112,8 +112,8 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
 
 def pack(lengths: Sequence[int], conversations: list[int], row_len: int) -> Rows:
     """
-    Rows of at most row_len tokens, each conversation whole in exactly one of them: best fit among the next
-    BUFFER_CONVERSATIONS, see best_fit.py. A row ends when none of those fits.
+    Rows of at most row_len tokens, each conversation whole in exactly one row: best fit among the next
+    BUFFER_CONVERSATIONS, see best_fit.py. A row ends when none of them fits.
     """
     upcoming = iter(conversations)
     rows: Rows = []
@@ -137,10 +137,10 @@ def pack(lengths: Sequence[int], conversations: list[int], row_len: int) -> Rows
 
 def balance(lengths: Any, conversations: list[int], unit: int, row_len: int) -> Rows:
     """
-    Rows of at most row_len tokens, about equally long, with these conversations: as few multiples of `unit` as can be.
-    The longest conversation goes first, and each to the shortest row so far.
+    These conversations in rows of about equal length, at most row_len tokens each. The number of rows is the smallest
+    multiple of `unit` that works. The longest conversation goes first; each goes to the shortest row.
     """
-    # The longest first: the short ones then even out what is left (greedy scheduling, Graham 1969).
+    # Longest first: the short ones then even out the rows (greedy scheduling, Graham 1969).
     by_length = sorted(conversations, key=lengths.__getitem__, reverse=True)
     for count in range(unit, len(by_length) + unit, unit):
         rows: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(count)]  # a heap, by tokens
@@ -156,12 +156,12 @@ def conversation_loader(
     conversations: RenderedConversations, steps: list[Rows], shape: BatchShape, pad: bool, start_step: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """
-    Yields (inputs, targets), (B, T) int64, and `document_offsets`, by conversation, of each micro-step of this rank,
-    from the first of start_step on.
+    Yields for each micro-step of this rank, from the first of start_step on: inputs and targets, (B, T) int64, and
+    `document_offsets`, one document per conversation.
 
-    steps: the rows of each optimizer step; those of similar lengths go into one micro-step, the longest first. After
+    steps: the rows of each optimizer step; rows of similar lengths share a micro-step, the longest first. After
         the last step every micro-step is empty.
-    pad: T is the `padded_length` of a micro-step's longest row, the same on all ranks; else T is max_seq_len.
+    pad: T is the `padded_length` of a micro-step's longest row, the same on all ranks; else max_seq_len.
     """
     for step in itertools.count(start_step):
         # Rows of similar lengths together: little padding, and no rank waits for another.

@@ -1,10 +1,10 @@
 """
 Text → rows of tokens, the same rows on any number of ranks.
 
-1. Each shard is tokenized once, in the background, into a file of token ids beside the data (2 bytes per token): later
-   epochs, evaluations and restarts read it by memory map.
-2. A planner packs documents into rows. It needs only lengths, so every rank plans all rows without communication. Of
-   several data sets each has a planner, and rows are taken from them in turns.
+1. Each shard is tokenized once, in the background, into a file of token ids beside the data (2 bytes per token). Later
+   epochs, evaluations and restarts memory-map this file.
+2. A planner packs documents into rows. It needs only lengths, so every rank plans all rows without communication. With
+   several data sets each has its own planner, and the planners take turns.
 3. Each rank copies out its own rows of every micro-step, in a thread, some micro-steps early.
 """
 import functools
@@ -30,26 +30,26 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import locked, write_aside
 
-# Documents among which best fit chooses. More of them leave fewer cuts, and make the state in a checkpoint larger.
+# Documents among which best fit chooses. More of them mean fewer cuts, but a larger state in the checkpoints.
 BUFFER_DOCUMENTS = 512
 ENCODE_BATCH = 1024  # documents that the tokenizer's threads get at a time
-# Token files that are open at a time. Each is a file descriptor, and macOS gives a process 256.
+# Token files open at a time. Each needs a file descriptor, and macOS gives a process 256.
 OPEN_SHARDS = 64
 
-# (shard, start, end): a document or a part of one, the tokens [start, end) of a shard. In a row a <|bos|> precedes it.
-# A plain tuple, because a NamedTuple made the loader a quarter slower (CPU time of 32 rows of 2,048 tokens).
+# (shard, start, end): a document or a part of one, the tokens [start, end) of a shard. In a row <|bos|> precedes it.
+# A plain tuple: a NamedTuple made the loader a quarter slower (CPU time of 32 rows of 2,048 tokens).
 Span = tuple[int, int, int]
 
 
 class Batch(NamedTuple):
     inputs: Tensor      # (B, T) int64
-    targets: Tensor     # (B, T) int64, one position ahead of the inputs; −1 where there is no row
+    targets: Tensor     # (B, T) int64, one position ahead of the inputs; −1 in missing rows
     documents: Tensor   # see `document_offsets`
     step_state: dict    # where the optimizer step of this batch begins
 
 
 class TokenizedShards:
-    """The shards of a split as token arrays: every document is <|bos|> and its tokens, one after the other."""
+    """The shards of a split as token arrays: all documents end to end, each with a <|bos|> before it."""
 
     def __init__(self, data: str, split: str, tokenizer: Tokenizer):
         self.data = data
@@ -68,11 +68,11 @@ class TokenizedShards:
         return tokens, np.append(np.flatnonzero(np.asarray(tokens) == self.tokenizer.get_bos_token_id()), len(tokens))
 
     def token_file(self, shard: int) -> Path:
-        """The shard's token file, made now unless it is there: by one process, while the others wait."""
+        """The path of the shard's token file, which is made if it is missing."""
         entry = self.entries[shard]
         folder = dataset_dir(self.data)
         path = folder / "tokens" / f"{entry['sha256'][:16]}-{self.tokenizer.fingerprint[:16]}.npy"
-        # Ranks of one machine share the file: one makes it, the others wait and then read it.
+        # The ranks of a machine share the file: one rank makes it, the others wait and then read it.
         with locked(path.with_suffix(".lock")):
             if not path.exists():
                 tokens = self.encode_shard(folder / entry["file"])
@@ -92,11 +92,11 @@ class TokenizedShards:
 
 class RowPlanner:
     """
-    Packs documents into rows of `row_len` tokens, the spans of a row one after the other.
+    Packs documents into rows of `row_len` tokens. A row is a list of spans, end to end.
 
-    Best fit, see best_fit.py; where none fits, the longest is cut: its head fills the row, its tail goes back as a
-    document with a <|bos|> of its own. Every token is used once per epoch and every position of a row is trained.
-    Documents come in an order drawn from (seed, epoch).
+    Best fit, see best_fit.py. When none fits, the longest is cut: its head fills the row, its tail waits again as a
+    document with its own <|bos|>. Every token is used once per epoch, and every position of a row is trained.
+    The order of documents is drawn from (seed, epoch).
     """
 
     POSITION = ("epoch", "shard_position", "document_position", "epoch_tokens")  # as `documents` counts
@@ -105,32 +105,32 @@ class RowPlanner:
         self.shards = shards
         self.row_len = row_len
         self.seed = seed
-        # At most a small part of the corpus: documents that still wait are not seen in this epoch.
+        # At most a small part of the corpus: documents still waiting at an epoch's end are not seen in it.
         documents = sum(entry["rows"] for entry in shards.entries)
         self.capacity = max(min(BUFFER_DOCUMENTS, documents // 32), 1)
         state = state or {**dict.fromkeys(self.POSITION, 0), "ordinal": 0, "buffer": []}
         self.position = tuple(state[key] for key in self.POSITION)
         self.upcoming = self.documents(*self.position)
-        self.ordinal = state["ordinal"]  # the next span's place among all that ever waited
+        self.ordinal = state["ordinal"]  # number of spans that have waited so far
         self.waiting = WaitingItems()
         for ordinal, shard, start, end in state["buffer"]:
             self.waiting.add(ordinal, (end - start + 1, shard, start, end))
 
     def state(self) -> dict:
-        """Everything the rows to come depend on, as JSON."""
+        """Everything that future rows depend on, as JSON."""
         buffer = [(ordinal, *span) for ordinal, (_, *span) in self.waiting.items.items()]
         return dict(zip(self.POSITION, self.position)) | {"ordinal": self.ordinal, "buffer": buffer}
 
     def documents(self, epoch: int, first_shard: int, first_document: int, epoch_tokens: int) -> Iterator[Span]:
-        """The documents from a position on, epoch after epoch without end. Empty ones are passed over."""
+        """The documents from a position on, epoch after epoch without end. Empty documents are skipped."""
         while True:
             order = self.permutation(len(self.shards.entries), epoch).tolist()
             for shard_position, shard in enumerate(order[first_shard:], first_shard):
                 _, offsets = self.shards.load(shard)
-                # The next shard is tokenized while this one is read. An error in that thread shows when it is loaded.
+                # The next shard is tokenized while this one is read. An error there surfaces when that shard is loaded.
                 for following in order[shard_position + 1 :][:1]:
                     self.shards.background.submit(self.shards.load, following)
-                # As lists in the order of reading: numbers are read one at a time, and an array is slow at that.
+                # Lists, in reading order: numbers are read one at a time, which is slow with arrays.
                 documents = self.permutation(len(offsets) - 1, epoch, shard)[first_document:]
                 starts = (offsets[documents] + 1).tolist()
                 ends = offsets[1:][documents].tolist()
@@ -140,7 +140,7 @@ class RowPlanner:
                         self.position = epoch, shard_position, document_position, epoch_tokens
                         yield shard, start, end
                 first_document = 0
-            # Without this a corpus that is smaller than a row would be read for ever: a row waits for enough of it.
+            # Without this check an empty corpus would be read for ever, and a small one would repeat within a row.
             if epoch_tokens < self.row_len:
                 where = f"data {self.shards.data!r} ({self.shards.split})"
                 raise UserError(f"{where} has {epoch_tokens} tokens, fewer than one row of max_seq_len + 1 = "
@@ -152,7 +152,7 @@ class RowPlanner:
         return np.random.default_rng([self.seed, *key]).permutation(size)
 
     def enqueue(self, shard: int, start: int, end: int) -> None:
-        # One token more than the span: its <|bos|>.
+        # One token more than the span, for <|bos|>.
         self.waiting.add(self.ordinal, (end - start + 1, shard, start, end))
         self.ordinal += 1
 
@@ -194,13 +194,13 @@ class RowPlanner:
 
 class MixturePlanner(RowPlanner):
     """
-    Rows of several data sets, each packed by a planner of its own; shards are numbered through. The next row is from
-    the data set that would be furthest behind its share of all rows: rows have equally many tokens, so of two data sets
-    each has its share of the tokens to one row at any moment, and nothing is drawn.
+    Rows of several data sets, each with its own planner; shards are numbered across all of them. The next row comes
+    from the data set that would be furthest behind its share of all rows; nothing is random. All rows are equally long,
+    so with two data sets each is always within one row of its share of the tokens.
     """
 
     def __init__(self, planners: list[RowPlanner], shares: list[float], rows: list[int]):
-        """rows: already taken from each."""
+        """rows: how many each planner has already given."""
         self.planners, self.shares, self.rows = planners, shares, list(rows)
         self.shards, self.row_len = planners[0].shards, planners[0].row_len
         self.first_shards = list(accumulate((len(planner.shards.entries) for planner in planners), initial=0))
@@ -226,7 +226,7 @@ class MixturePlanner(RowPlanner):
 
 
 def plan_rows(data: str, split: str, tokenizer: Tokenizer, row_len: int, seed: int, state: dict | None) -> RowPlanner:
-    """The planner of a data set, or of several; state: where an earlier one was."""
+    """The planner of one or several data sets; state: where an earlier planner was."""
     shares = data_shares(data)
     states = state["planners"] if state and len(shares) > 1 else [state] * len(shares)
     planners = [RowPlanner(TokenizedShards(name, split, tokenizer), row_len, seed, before)
@@ -237,7 +237,7 @@ def plan_rows(data: str, split: str, tokenizer: Tokenizer, row_len: int, seed: i
 
 
 def content_of(data: str) -> str:
-    """Equal exactly if texts and shares are: the fingerprint of a data set, or those of several with their shares."""
+    """Equal exactly if texts and shares are: a data set's fingerprint, or the fingerprints and shares of several."""
     shares = data_shares(data)
     if len(shares) == 1:
         return fingerprint(*shares)
@@ -249,16 +249,16 @@ def document_loader(
     rows_per_step: int = 0, seed: int = 0, state: dict | None = None, num_rows: int = sys.maxsize,
 ) -> Generator[Batch]:
     """
-    Yields the batches of this rank, on its device, without end.
+    Yields this rank's batches, on its device, without end.
 
-    The rows of an optimizer step are a function of data, tokenizer, seed, rows_per_step and max_seq_len. They are dealt
-    out as `BatchShape.micro_steps` and `of_this_rank` say.
+    The rows of an optimizer step are a function of data, tokenizer, seed, rows_per_step and max_seq_len.
+    `BatchShape.micro_steps` and `of_this_rank` distribute them.
 
     data: a data set, or several as `data_shares` takes them.
-    rows_per_step: over all ranks; 0: those of one micro-step.
+    rows_per_step: over all ranks; 0: as many as one micro-step has.
     state: the step_state of a batch. A loader made from it yields that step again, from its first micro-step on, on any
-        number of ranks. UserError when it belongs to other data, tokenizer or settings.
-    num_rows: only these first rows have targets, so that an evaluation's sum does not depend on ranks or batch size.
+        number of ranks. UserError if it belongs to other data, tokenizer or settings.
+    num_rows: only these first rows have targets, so an evaluation's sum does not depend on ranks or batch size.
     """
     identity = {"data": content_of(data), "tokenizer": tokenizer.fingerprint, "split": split, "seed": seed,
                 "max_seq_len": shape.max_seq_len}
@@ -269,17 +269,17 @@ def document_loader(
     planner = plan_rows(data, split, tokenizer, shape.max_seq_len + 1, seed, state)
     rows_per_step = rows_per_step or shape.rows_per_micro_step
     batches = batches_on_host(planner, shape, rows_per_step, num_rows)
-    # Two steps early: opening a shard takes the thread longer than a row does.
+    # Two steps early, because opening a shard takes longer than reading a row.
     early = 2 * len(shape.micro_steps([0] * rows_per_step))
     pinned = shape.device.type == "cuda"
     for *tensors, step_state in prefetched(batches, early):
-        # Only from pinned memory: another copy that is not waited for could read memory that is in use again.
+        # Asynchronous only from pinned memory: otherwise the copy could read memory that is already reused.
         inputs, targets, documents = (tensor.to(shape.device, non_blocking=pinned) for tensor in tensors)
         yield Batch(inputs, targets, documents, identity | step_state)
 
 
 def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, num_rows: int) -> Iterator[Batch]:
-    """The batches of this rank, without end, in the memory of the host: pinned if a GPU will copy them."""
+    """This rank's batches, without end, in host memory: pinned if a GPU will copy them."""
     while True:
         step_state = planner.state()
         step_rows = [planner.next_row() for _ in range(min(rows_per_step, num_rows))]
@@ -288,7 +288,7 @@ def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, 
             own = shape.of_this_rank(rows)
             tokens = torch.from_numpy(planner.read(own, shape.device_batch_size))
             inputs = tokens[:, :-1].contiguous()
-            # A clone, because a view of a single row would share its memory with the inputs.
+            # A clone, because with a single row a view would share memory with the inputs.
             targets = tokens[:, 1:].clone()
             targets[len(own) :] = -1
             lengths = [[end - start + 1 for _, start, end in row] for row in own]
@@ -299,7 +299,7 @@ def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, 
 
 
 def prefetched(iterator: Iterator, ahead: int) -> Generator:
-    """The items of an endless iterator, produced up to `ahead` items early by a thread; its errors surface here."""
+    """The items of an endless iterator; a thread produces up to `ahead` of them early, and its errors surface here."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
     items = deque(pool.submit(next, iterator) for _ in range(ahead))
     try:
@@ -307,17 +307,17 @@ def prefetched(iterator: Iterator, ahead: int) -> Generator:
             items.append(pool.submit(next, iterator))
             yield items.popleft().result()
     finally:
-        # Also at the interpreter's end, where shutdown(cancel_futures=True) would fail.
+        # This also works at interpreter exit, where shutdown(cancel_futures=True) would fail.
         for item in items:
             item.cancel()
-        # It waits: a thread in native code at the interpreter's end would abort the process.
+        # Waits, because a thread in native code at interpreter exit would abort the process.
         pool.shutdown()
 
 
 def validation_rows(data: str, tokenizer: Tokenizer, eval_tokens: int, max_seq_len: int) -> int:
     """
-    Rows that have eval_tokens targets, as far as one pass over the validation split goes: a row of max_seq_len targets
-    reads one token more. At least one row.
+    Number of rows with eval_tokens targets, at most one pass over the validation split, at least one row. A row with
+    max_seq_len targets reads max_seq_len + 1 tokens.
     """
     tokens, _ = TokenizedShards(data, "val", tokenizer).load(0)
     one_pass = len(tokens) // (max_seq_len + 1)

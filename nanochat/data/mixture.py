@@ -1,4 +1,4 @@
-"""The data sets of a run and their shares of its tokens, as `--data` says: "notes", or "climbmix*0.9, notes*0.1"."""
+"""A run's data sets and their shares of its tokens, from `--data`: "notes", or "climbmix*0.9, notes*0.1"."""
 import math
 
 from nanochat.runtime.errors import UserError
@@ -6,8 +6,8 @@ from nanochat.runtime.errors import UserError
 
 def data_shares(data: str) -> dict[str, float]:
     """
-    {data set: its share of the tokens} in the order of the setting; the shares add up to 1. Weights are relative, and 1
-    where none is given. UserError for a setting that is none.
+    {data set: its share of the tokens} in the order of the setting; the shares add up to 1. Weights are relative; a
+    missing weight is 1. UserError for an invalid setting.
     """
     weights: dict[str, float] = {}
     for part in data.split(","):
@@ -24,5 +24,5 @@ def data_shares(data: str) -> dict[str, float]:
 
 
 def main_data(data: str) -> str:
-    """The first data set: its tokenizer serves all, and its validation is the run's."""
+    """The first data set: the run uses its tokenizer and its validation split."""
     return next(iter(data_shares(data)))

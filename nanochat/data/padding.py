@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# A GPU compiles every kind of block for each length, so there are only these lengths and max_seq_len.
+# On a GPU every kind of block is compiled for each length, so only these lengths and max_seq_len exist.
 GPU_LENGTHS = (256, 1024)
-# A CPU compiles once for all lengths. A multiple of this keeps its vector instructions full.
+# On a CPU one compilation serves all lengths. A multiple of this keeps vector instructions full.
 CPU_MULTIPLE = 8
 
-Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as a target
+Row = tuple[list[int], list[float]]  # tokens, and the weight of each token as a target
 
 
 def padded_batch(
@@ -33,8 +33,8 @@ def padded_batch(
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy there, or on a CPU the tensor itself."""
-    # From pinned memory the copy does not wait for the work in the device's queue.
+    """A copy on the device; on a CPU the tensor itself."""
+    # From pinned memory the copy does not wait for work queued on the device.
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=tensor.is_pinned())
@@ -42,7 +42,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def padded_length(longest: int, max_seq_len: int, device: torch.device) -> int:
     """The length to which rows of at most `longest` tokens are padded; at most max_seq_len."""
-    # The last token is only a target.
+    # The last token is a target only.
     needed = max(longest - 1, 1)
     if device.type == "cpu":
         length = math.ceil(needed / CPU_MULTIPLE) * CPU_MULTIPLE

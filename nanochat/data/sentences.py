@@ -1,11 +1,11 @@
-"""Where sentences end: for what is found, what is quoted, and what tasks ask for."""
+"""Where sentences end: for passages found, quotations, and tasks' questions."""
 import re
 
-# A mark that may end a sentence, and what closes a quotation or brackets after it.
+# A mark that may end a sentence, with any closing quotation marks or brackets after it.
 MARK = re.compile(r"""[.!?؟।]["”’“»')\]]*(?=\s) | [。！？]["”’」』）]*""", re.VERBOSE)
 # "14. März", "z. B.", "p.m.", "Ph.D.": a short number, or letters and short words with periods.
 NO_END = re.compile(r"\d\d?|(?:\w{1,3}\.)*[^\W\d]")
-# Of English, German, French, Spanish and Russian.
+# English, German, French, Spanish and Russian.
 ABBREVIATIONS = frozenset("""
 al approx ca cf dept dr est etc ext fig incl jr max mr mrs ms no nos prof resp sr st tel temp vol vs
 abs bd bzw evtl gem ggf hr inkl jh max min mind nr str tägl usw vgl zzgl
@@ -17,8 +17,8 @@ aprox avda cap dpto núm pág sra srta ud uds
 
 def sentence_ends(text: str) -> list[int]:
     """
-    Where the sentences of a text end; the last end is the text's. There is none behind a short number or an
-    abbreviation, nor before a small letter: where one would be right, the sentence only becomes longer.
+    Where the sentences of a text end; the last end is the text's. No sentence ends after a short number or an
+    abbreviation, or before a small letter: if that is wrong, a sentence only becomes longer.
     """
     ends = []
     for mark in MARK.finditer(text):

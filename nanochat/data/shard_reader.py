@@ -1,8 +1,8 @@
 """
-Text to train on, in one form from every source: parquet shards with a `text` column, shuffled, the last shard
-held out for validation, and a manifest with their SHA-256 that is written last (`python -m scripts.dataset`).
+Text to train on. Every source gives the same form: shuffled parquet shards with a `text` column, the last shard held
+out for validation, and a manifest with their SHA-256, written last (`python -m scripts.dataset`).
 
-A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
+A data set lies in <base folder>/data/NAME. It exists exactly if its manifest exists.
 """
 import hashlib
 import json
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Arrow's own allocator reserves 1 GiB on its first read, which RLIMIT_DATA counts as used: a training run's share.
+# Arrow's own allocator reserves 1 GiB on its first read, and RLIMIT_DATA counts that as a run's used memory.
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 import pyarrow as pa
@@ -21,7 +21,7 @@ from nanochat.runtime.files import base_dir
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
 # Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
-# They are kept as they come, so that their checksums can be verified; they are not deduplicated here.
+# They are stored unchanged, so their checksums can be verified; they are not deduplicated here.
 REMOTE = {
     "fineweb-edu": ("karpathy/fineweb-edu-100b-shuffle", 1822),
     "climbmix": ("karpathy/climbmix-400b-shuffle", 6542),
@@ -35,7 +35,7 @@ def dataset_dir(name: str) -> Path:
 
 
 def load_manifest(name: str) -> dict:
-    """The manifest of a data set whose shards are all there. UserError, with what to do, where anything is missing."""
+    """The manifest of a data set whose shards are all there. UserError, with advice, if anything is missing."""
     folder = dataset_dir(name)
     path = folder / "manifest.json"
     if not path.exists():
@@ -48,7 +48,7 @@ def load_manifest(name: str) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name)}") from error
     for file, size in sizes.items():
-        # Sizes only: hashing gigabytes at every start would cost minutes. A damaged page is an error when it is read.
+        # Sizes only: hashing gigabytes at every start would take minutes. Reading a damaged page raises an error.
         if not file.exists() or file.stat().st_size != size:
             raise UserError(f"{file} is missing or has not the {size} bytes that the manifest says; delete it and make "
                             f"the data set again, with these settings: {manifest['settings']}")
@@ -66,13 +66,13 @@ def how_to_make(name: str) -> str:
 
 
 def split_shards(name: str, split: str) -> list[dict]:
-    """What the manifest says of the shards of a split: `train` is all but the last, `val` the last."""
+    """The manifest's entries for a split's shards: `train` is all but the last, `val` the last."""
     shards = load_manifest(name)["shards"]
     return shards[:-1] if split == "train" else shards[-1:]
 
 
 def shard_texts(path: Path) -> Iterator[str]:
-    """The documents of a shard in order, one row group in memory at a time. UserError when the file is damaged."""
+    """The documents of a shard in order, one row group in memory at a time. UserError if the file is damaged."""
     try:
         with pq.ParquetFile(path) as parquet:
             for group in range(parquet.num_row_groups):
@@ -91,6 +91,6 @@ def iter_texts(name: str, split: str) -> Iterator[str]:
 
 
 def fingerprint(name: str) -> str:
-    """SHA-256 over the shards' SHA-256: equal exactly if the data is. Resuming a run compares it."""
+    """SHA-256 over the shards' SHA-256: equal exactly if the data is equal. Resumed runs compare it."""
     sums = [shard["sha256"] for shard in load_manifest(name)["shards"]]
     return hashlib.sha256("".join(sums).encode()).hexdigest()

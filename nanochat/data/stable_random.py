@@ -1,4 +1,4 @@
-"""Random draws for texts that have to be the same on every machine: the embedded world and the generated tasks."""
+"""Random draws for texts that must be the same on every machine: the embedded world and the generated tasks."""
 import math
 import random
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 class StableRandom:
     """
-    Draws that depend on the key alone. Python promises the same numbers in every version only for
-    Random(str).random(), so everything else is made of these.
+    Draws that depend only on the key. Python promises the same numbers in every version only for
+    Random(str).random(), so all other draws are made from it.
 
     bits: log2 of the number of equally likely outcomes of all draws so far.
     """

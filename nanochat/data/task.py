@@ -1,8 +1,8 @@
 """
 A task: a sequence of conversations with a judge. The tasks themselves are in nanochat/tasks/.
 
-    task[17]               # a whole conversation, its last message the right answer; the same one every time
-    task[:100]             # the first hundred, as a task again
+    task[17]               # a whole conversation, ending with the right answer; always the same
+    task[:100]             # the first hundred, again a task
     task.evaluate(conversation, "The answer is 36.")
 """
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from nanochat.data.conversation import Conversation, text_of
 
 class Task(Sequence):
     """
-    A sequence of conversations. A task defines `__len__`, `conversation` and, where it is measured, `evaluate`;
-    conversations may carry more keys than "messages", for `evaluate`. Categorical ones carry "letters".
+    A sequence of conversations. A task defines `__len__`, `conversation` and, if it is measured, `evaluate`.
+    Conversations may have more keys than "messages", for `evaluate`. Categorical tasks have "letters".
     """
     name = ""                                                    # its row in the report
     eval_type: Literal["categorical", "generative"] | None = None  # how it is measured; None: only to train on
     held_out = True                                              # its test split is not trained on
-    library: Any = None         # what answers look into: a file, an object with lookup and search; None: Python's
+    library: Any = None         # what answers search: a file, an object with lookup and search; None: Python's
 
     def conversation(self, index: int) -> Conversation:
         """Conversation 0 <= index < len(self): a pure function of the task and the index."""
@@ -28,8 +28,8 @@ class Task(Sequence):
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """
-        Whether the answer is right. Generative: the text that the assistant wrote, without calls of tools and their
-        output. Categorical: the letter chosen.
+        Whether the answer is right. answer: if generative, the assistant's text without tool calls and their output;
+        if categorical, the letter chosen.
         """
         return self.result(answer) == self.result(reference(conversation))
 
@@ -38,12 +38,12 @@ class Task(Sequence):
         return answer
 
     def reward(self, conversation: Conversation, answer: str) -> float:
-        """What reinforcement learning gives for the answer."""
+        """The answer's reward in reinforcement learning."""
         return float(self.evaluate(conversation, answer))
 
     @cached_property
     def baseline(self) -> float:
-        """The accuracy of guessing: the mean of 1 / number of choices, 0 where there is nothing to choose from."""
+        """The accuracy of guessing: the mean of 1 / number of choices, 0 if there are no choices."""
         if self.eval_type != "categorical":
             return 0.0
         chances = [1 / len(conversation["letters"]) for conversation in self]
@@ -52,7 +52,7 @@ class Task(Sequence):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return Slice(self, range(len(self))[index])
-        # The range counts negative indices from the end, and raises IndexError.
+        # The range handles negative indices and raises IndexError.
         return self.conversation(range(len(self))[index])
 
 
@@ -62,7 +62,7 @@ class Slice(Task):
     def __init__(self, task: Task, indices: Sequence[int]) -> None:
         self.task, self.indices = task, indices
         self.name, self.eval_type, self.library, self.held_out = task.name, task.eval_type, task.library, task.held_out
-        # Its own methods, not the class's: the judge is the task's.
+        # Instance attributes replace the class's methods: the task judges.
         self.evaluate, self.reward = task.evaluate, task.reward
 
     def __len__(self) -> int:
@@ -73,5 +73,5 @@ class Slice(Task):
 
 
 def reference(conversation: Conversation) -> str:
-    """The text of the last message, tools left out: what `evaluate` must find right."""
+    """The text of the last message without tools: `evaluate` must accept it."""
     return text_of(conversation["messages"][-1]["content"])

@@ -1,8 +1,8 @@
 """
-Text to token ids and back: byte-level byte-pair encoding, in the manner of GPT-4.
+Text to token ids and back: byte-level byte-pair encoding, as in GPT-4.
 
-A text is first split into words, numbers, punctuation and whitespace; inside each piece the pair of neighbours that
-forms the token of the lowest rank is merged until no pair forms a token. Ids: 0 to 255 are the bytes, then the merges
+A text is first split into words, numbers, punctuation and whitespace. Inside each piece, the adjacent pair that
+forms the token of the lowest rank is merged, until no pair forms a token. Ids: 0 to 255 are the bytes, then the merges
 in the order in which they were learned (the rank), then the special tokens.
 
 Merges are learned by Hugging Face's `tokenizers` and applied by `tiktoken`. Special tokens never come out of a
@@ -30,19 +30,19 @@ SPECIAL_TOKENS = (
     "<|output_start|>", "<|output_end|>",    # the tool's answer
 )
 
-# The pieces of a text that merges stay within. The group holds what needs no lookahead: the regex engine runs it as
-# one automaton, a quarter faster than as separate alternatives. Whitespace is bounded because lookahead backtracks: a
-# million blanks overflow its stack. (Letters and punctuation may run on for megabytes.)
+# Merges stay within these pieces of a text. The group holds the alternatives without lookahead: the regex engine runs
+# it as one automaton, a quarter faster than separate alternatives. Whitespace is bounded because lookahead backtracks:
+# a million blanks overflow its stack. (Letters and punctuation may run on for megabytes.)
 SPLIT_PATTERN = "|".join((
     "(?:" + "|".join((
         r"'(?i:[sdmt]|ll|ve|re)",            # the ends of I'm, you're, we'll
-        r"[^\r\n\p{L}\p{N}]?\p{L}[\p{L}\p{M}]*",  # a word, with the one blank or sign before it; many scripts write
-                                             # vowels as marks, but marks that follow no letter (of emoji) are signs
-        r"\p{N}{1,2}",                       # digits by twos: numbers of few tokens, and only 100 of them to learn
+        r"[^\r\n\p{L}\p{N}]?\p{L}[\p{L}\p{M}]*",  # a word, with one blank or sign before it; many scripts write
+                                             # vowels as marks, but marks after no letter (in emoji) are signs
+        r"\p{N}{1,2}",                       # digits in twos: few tokens per number, and only 100 pairs to learn
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",        # punctuation, with the line ends after it
         r"\s{0,255}[\r\n]",                  # blank lines
     )) + ")",
-    r"\s{1,256}(?!\S)",                      # blanks, but for the last one, which belongs to what follows
+    r"\s{1,256}(?!\S)",                      # blanks except the last one, which belongs to the next piece
     r"\s",
 ))
 FILE_NAME = "tokenizer_nanochat.json"        # not tokenizer.json: that name promises Hugging Face's format
@@ -73,13 +73,13 @@ class Tokenizer:
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write the one file of this tokenizer into a folder, whole or not at all."""
+        """Write this tokenizer's one file into a folder, whole or not at all."""
         document = {"format": 1, "fingerprint": self.fingerprint} | self.content()
         write_text(folder / FILE_NAME, json.dumps(document, indent=0) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read what `save` wrote. UserError when it is missing or damaged."""
+        """Read what `save` wrote. UserError if it is missing or damaged."""
         path = folder / FILE_NAME
         try:
             document = json.loads(path.read_bytes())
@@ -100,7 +100,8 @@ class Tokenizer:
 
     def encode(self, text: str | list[str], prepend: str | None = None) -> list[int] | list[list[int]]:
         """
-        The ids of a text, or a list of them for a list of texts, which is faster: in threads without the GIL.
+        The ids of a text; for a list of texts, a list of ids for each. A list is faster: it uses threads without the
+        GIL.
 
         prepend: a special token before every text. No text raises an error; unpaired surrogates, which have no bytes,
         become U+FFFD.
@@ -124,7 +125,7 @@ class Tokenizer:
         return self.encode_special("<|bos|>")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD, special tokens their names."""
+        """The text of ids; invalid UTF-8 becomes U+FFFD, special tokens become their names."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -139,17 +140,17 @@ class Tokenizer:
         """
         (vocab_size,) int32: how many bytes of text each id stands for, 0 for special tokens.
 
-        Counted on the raw bytes: half an emoji decodes to U+FFFD, which would always count as three.
+        The raw bytes are counted: half an emoji decodes to U+FFFD, which would always count as three.
         """
         return np.array([len(token) for token in self.raw_tokens] + [0] * len(SPECIAL_TOKENS), dtype=np.int32)
 
 
 def byte_alphabet() -> dict[str, int]:
     """
-    The byte that each character of Hugging Face's byte-level models stands for.
+    The byte that each character stands for in Hugging Face's byte-level models.
 
-    Their models merge characters, so each byte gets a visible one: Latin-1 characters that can be seen are
-    themselves, the other bytes follow in order from U+0100.
+    These models merge characters, so each byte gets a visible one: visible Latin-1 characters stand for themselves,
+    the other bytes follow in order from U+0100.
     """
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -159,12 +160,12 @@ def byte_alphabet() -> dict[str, int]:
 # ---- The tokenizer of a data source
 
 def tokenizer_dir(name: str) -> Path:
-    """The folder of the tokenizer for the data source of that name."""
+    """The folder of the tokenizer for this data source."""
     return base_dir() / "tokenizer" / name
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer trained on the data source of that name. UserError when there is none or it cannot be used."""
+    """The tokenizer trained on this data source. UserError if there is none or it cannot be used."""
     if not (tokenizer_dir(name) / FILE_NAME).is_file():
         hint = did_you_mean(name, (path.name for path in tokenizer_dir("").glob("[!.]*")))
         advice = f"make one: python -m scripts.tok_train --data={name}{hint}"
