@@ -5,8 +5,8 @@ The assistant's tool: it evaluates arithmetic and counts letters. Expressions ar
     calculate("1,250 / 8")                     -> "156.25"
     calculate("'strawberry'.count('r')")       -> "3"
 
-Whatever the text is, the answer comes within milliseconds: a text is short, nesting is bounded, and since there are no
-powers a result is about as long as the numbers in the text together.
+Every answer takes only milliseconds: texts are short, nesting is bounded, and without powers a result is about as long
+as all numbers in the text together.
 """
 import ast
 import decimal
@@ -17,10 +17,10 @@ from fractions import Fraction
 MAX_LENGTH = 256  # characters of an expression
 # Opening parentheses: Python's parser is recursive.
 MAX_NESTING = 32
-# Digits that a result keeps after its point; zeros in front do not count.
+# Digits kept after the decimal point; leading zeros do not count.
 DIGITS = 12
 
-# The comma in 1,250.5 divides thousands; 12,50 is no number.
+# The comma in 1,250.5 separates thousands; 12,50 is not a number.
 NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 STRING = r"'[^'\\\n]*'|\"[^\"\\\n]*\""
 TOKEN = re.compile(rf"(?P<number>{NUMBER})|(?P<string>{STRING})|(?P<space>\s+)|\.\s*count\b|[-+*/%()]")
@@ -36,7 +36,7 @@ OPERATORS = {
 
 def calculate(text: str) -> str | None:
     """
-    The value of an expression as people write it, or None for anything that is not one.
+    The value of an expression as people write it; None for any other text.
 
     + - * / // % with Python's meaning, minus signs, parentheses, decimals, thousands commas, and 'text'.count('part').
     Exact: 0.1 + 0.2 is 0.3.
@@ -71,7 +71,7 @@ def evaluate(node: ast.expr) -> Fraction:
 
 
 def write(value: Fraction) -> str:
-    """The number in decimals; a result without an end is rounded."""
+    """The number in decimal notation; an infinite decimal is rounded."""
     whole = str(abs(value.numerator) // value.denominator).lstrip("0")
     with decimal.localcontext(prec=len(whole) + DIGITS):
         quotient = decimal.Decimal(value.numerator) / value.denominator

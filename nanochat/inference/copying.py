@@ -1,13 +1,13 @@
 """
-Copying that cannot go wrong. The model decides what it looks up and how much of a passage it quotes; the letters are
-not left to it:
+Copying without errors. The model decides what it looks up and how much of a passage it quotes, but it cannot change
+the letters:
 
-    in a call        lookup("…") and search("…") have a stretch of what the user wrote, in whole words
+    in a call        the text in lookup("…") and search("…") is a stretch of whole words that the user wrote
     after a passage  the answer is the passage, from its beginning up to the end of one of its sentences
-    after "nothing"  a refusal that begins as a trained one does is that one, and names what was looked up
+    after "nothing"  an answer that begins like a trained refusal is that refusal, with the name looked up
 
-Everything is compared in bytes, so any tokenization of the same text is allowed. A model of two million parameters
-quoted 2 of 55 passages wrongly without this, and one of half the training 21 of 35.
+Texts are compared in bytes, so any tokenization of the same text is allowed. Without this, a model of two million
+parameters quoted 2 of 55 passages wrongly; with half the training, 21 of 35.
 """
 import re
 import unicodedata
@@ -23,12 +23,12 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, REFUSALS, TOOL_CALL
 from nanochat.inference.words import UNSPACED
 
-# Limits, as the first token of a call compares every word of the question: 1.4 to 4 ms for the longest question of
-# words, up to 10 ms for one of signs.
-MOST_BYTES = 64         # of a token: longer ones are not used to copy
-MOST_TAIL = 4           # bytes of a stretch in a token that also closes the call, as `?")`
-MOST_QUESTION = 500     # bytes of the beginning, and as many of the end, of what the user wrote
-# What has been written of a call: its quotation mark and what comes after it.
+# Limits, because a call's first token compares every word of the question: 1.4 to 4 ms for the longest question of
+# words, up to 10 ms for one of symbols.
+MOST_BYTES = 64         # longer tokens are not used for copying
+MOST_TAIL = 4           # bytes of a stretch in a token that also closes the call, such as `?")`
+MOST_QUESTION = 500     # bytes used from the beginning, and from the end, of what the user wrote
+# An unfinished call: its quotation mark and what follows.
 CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(QUERIES)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
 REFUSAL_BEGINS = 12     # bytes after which an answer counts as a refusal
 UNSPACED_CHARACTER = re.compile(f"[{UNSPACED}]")
@@ -71,9 +71,9 @@ class Copy:
     closing: bytes = b""
 
     def next_tokens(self, written: bytes, vocabulary: Vocabulary) -> set[int]:
-        """The tokens that may follow what has been written; none if it is no beginning of such a text."""
+        """The tokens that may follow `written`; none if no such text begins with it."""
         tokens: set[int] = set()
-        rests: set[bytes] = set()   # how the text may go on, each once: many stretches begin alike
+        rests: set[bytes] = set()   # possible continuations, each once: many stretches begin alike
         possible = []
         for start in self.starts:
             reached = start + max(0, len(written) - len(self.opening))
@@ -81,7 +81,7 @@ class Copy:
             is_possible = more.startswith(written)
             if is_possible:
                 rests.add(more[len(written):])
-            # A stretch may have ended already: then a part of the closing bytes has been written.
+            # The stretch may have ended already: then some of the closing bytes have been written.
             first = bisect_right(self.ends, max(start, reached - len(self.closing) - 1))
             for end in self.ends[first : bisect_right(self.ends, reached + MOST_TAIL)]:
                 whole = self.opening + self.source[start:end] + self.closing
@@ -101,7 +101,7 @@ class Copy:
 def word_edges(text: str) -> tuple[list[int], list[int]]:
     """
     Where a stretch of whole words may start and end, as offsets into the text's UTF-8. It may start with the blank
-    before a word. In scripts without blanks each character is a word, with the marks that belong to it.
+    before a word. In scripts without blanks each character, with its marks, is a word.
     """
     starts, ends = [], []
     offset = 0
@@ -116,7 +116,7 @@ def word_edges(text: str) -> tuple[list[int], list[int]]:
 
 
 def is_mark(character: str) -> bool:
-    """Whether it belongs to the character before it, as an accent or a vowel sign."""
+    """Whether this character belongs to the one before it, like an accent or a vowel sign."""
     return bool(character) and unicodedata.category(character).startswith("M")
 
 
@@ -125,24 +125,24 @@ def in_word(character: str) -> bool:
 
 
 class Copying:
-    """What one answer may copy. It is told every token of the answer, also those that a tool writes."""
+    """What one answer may copy. `add` gets every token of the answer, including the tools' tokens."""
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], stop: Sequence[int]) -> None:
         """prompt: what the answer continues; stop: the tokens that may end it."""
         self.vocabulary, self.prompt = vocabulary, prompt
-        # <|python_end|> ends an answer where a client has functions of its own: it closes a call, no quotation.
+        # With a client's own functions <|python_end|> ends an answer, but it closes a call, never a quotation.
         self.stop = {token for token in stop if len(vocabulary.bytes_of) <= token < vocabulary.size}
         self.stop -= {vocabulary.python_end}
         self.special: int | None = None     # the answer's last special token
-        self.written = b""                  # since then
+        self.written = b""                  # the answer since that token
         self.called = ""                    # what the last call looked up
-        self.awaits_result = False          # whether that was a query of a library whose result has not come yet
+        self.awaits_result = False          # whether that call's result from the library is still to come
         self.is_nothing = False             # whether nothing was found
         self.copy: Copy | None = None
         self.allowed: Tensor | None = None  # (V,) bool, the tokens that may come next; None: all
 
     def add(self, token: int) -> None:
-        """The answer has one token more."""
+        """Add the answer's next token."""
         vocabulary = self.vocabulary
         if token < len(vocabulary.bytes_of):
             self.written += vocabulary.bytes_of[token]
@@ -156,7 +156,7 @@ class Copying:
         if self.copy:
             tokens = self.copy.next_tokens(self.written, vocabulary)
         if tokens and not self.written and self.special == vocabulary.output_end:
-            tokens.add(vocabulary.python_start)     # before it quotes anything, it may look up something else
+            tokens.add(vocabulary.python_start)     # instead of quoting, the model may look up something else
         self.allowed = None
         if tokens:
             self.allowed = torch.zeros(vocabulary.size, dtype=torch.bool)
@@ -178,7 +178,7 @@ class Copying:
                 self.copy = Copy(written.encode(), [0], ends, self.stop)
 
     def _copy_of_question(self) -> Copy | None:
-        """In a call: once its name has been written."""
+        """The user's words, once a call's name has been written."""
         call = CALL_TEXT.match(self.written)
         if call is None:
             return None
@@ -190,7 +190,7 @@ class Copying:
         return Copy(question.encode(), starts, ends, {self.vocabulary.python_end}, opening, quote + b")")
 
     def _copy_of_refusal(self) -> Copy | None:
-        """Once the answer begins as a refusal: the whole one, and in English what was looked up."""
+        """The whole refusal, once the answer begins like one; in English with the name looked up."""
         name = self.called if self.called.startswith(" ") else f' "{self.called}"'
         for text in (REFUSAL.format(name), *REFUSALS.values()):
             refusal = text.encode()
@@ -213,10 +213,10 @@ class Copying:
         return texts
 
     def _question(self) -> str:
-        """The questions; of a long text its beginning and end."""
+        """The user's questions; if long, their beginning and end."""
         text = "\n".join(self.questions()).encode()
         if len(text) > 2 * MOST_QUESTION:
             beginning, end = text[:MOST_QUESTION], text[-MOST_QUESTION:]
-            # Cut at blanks, so that no part of a word counts as a word; text without blanks between any two characters.
+            # Cut at blanks, so no part of a word counts as a word. A text without blanks is cut anywhere.
             text = (beginning.rpartition(b" ")[0] or beginning) + b"\n" + (end.partition(b" ")[2] or end)
         return text.decode(errors="ignore").rstrip()

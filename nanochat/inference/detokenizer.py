@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> list[Delta]:
-        """The text that this token completes. Special tokens have none; some change the type of what follows."""
+        """The text that this token completes. Special tokens have none; some change the type of the text after them."""
         if token not in self.starts:
             return self._deltas(self.tokenizer.decode_bytes([token]))
         rest = self.end()
@@ -55,20 +55,20 @@ def to_parts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, str]
 
 
 def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of an answer that the user sees: without calls of tools and their output."""
+    """The text of an answer that the user sees: no tool calls and no tool output."""
     return text_of(to_parts(tokenizer, tokens))
 
 
 def parts_of(deltas: Iterable[Delta]) -> list[dict[str, str]]:
-    """Deltas as parts of a message: neighbours of one type become one part."""
+    """Deltas as parts of a message: consecutive deltas of one type become one part."""
     groups = groupby(deltas, key=lambda delta: delta.type)
     return [{"type": type, "text": "".join(delta.text for delta in group)} for type, group in groups]
 
 
 class StopStrings:
     """
-    Ends an answer before the first of some strings in its text, however the tokens cut it. Text that may be the
-    beginning of a string is held back until that is known. No string goes across a part of the calculator.
+    Ends an answer before the first of some strings in its text, wherever the token boundaries are. Text that may begin
+    such a string is held back until this is decided. No string spans a tool call.
     """
 
     def __init__(self, strings: Sequence[str]):
@@ -78,7 +78,7 @@ class StopStrings:
         self.found = False
 
     def add(self, delta: Delta) -> list[Delta]:
-        """What may be shown now. When a string is complete, `found` becomes true, and nothing more will follow."""
+        """What may be shown now. When a string is complete, `found` becomes true, and nothing more follows."""
         if self.found:
             return []
         if delta.type != "text":
@@ -86,13 +86,13 @@ class StopStrings:
         if not self.strings:
             return [delta]
         text = self.held + delta.text
-        # The string that ends first counts; of those that end there, the longest.
+        # The string that ends first counts; among strings ending there, the longest.
         spans = [(text.index(string) + len(string), -len(string)) for string in self.strings if string in text]
         if spans:
             self.found = True
             shown = sum(min(spans))
         else:
-            # Hold the longest end of the text that begins a string.
+            # Hold back the longest end of the text that begins a string.
             shown = 0
             while not any(string.startswith(text[shown:]) for string in self.strings):
                 shown += 1
@@ -100,7 +100,7 @@ class StopStrings:
         return [Delta("text", text[:shown])] if shown else []
 
     def end(self) -> list[Delta]:
-        """The text has ended: what was held back, unless a string was complete."""
+        """At the end of the text: what was held back, unless a string was found."""
         held = self.held
         self.held = ""
         return [Delta("text", held)] if held and not self.found else []

@@ -1,20 +1,20 @@
 """
-The engine: any number of conversations decoded together, each with its own settings, coming and going at any step.
+The engine decodes any number of conversations together. Each has its own settings, and may come or go at any step.
 
     engine = Engine(model, tokenizer)
     for delta in engine.stream(prompt, SamplingParams(temperature=0)):     # one answer, as it is written
         print(delta.text, end="")
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))      # many, several at a time
 
-This is continuous batching: a batch is not a list of requests that begin and end together, but the rows of a cache, and
-whenever an answer ends, its row goes to the next request. A request waits, is read, and is written:
+This is continuous batching: requests in a batch need not begin and end together. A batch is the rows of a cache;
+when an answer ends, its row goes to the next request. A request's states:
 
     add     -> waiting    no memory yet; owners take turns
     _admit  -> reading    it has one of max_batch places; its prompt is read a piece at a time, between others' tokens
-    _read   -> running    the prompt has been read: it gets a row of the cache, and a token at every step
+    _read   -> running    the prompt has been read: it gets a row of the cache, and one token per step
     _free                 the answer has ended; the prompt cache keeps what was read for the next turn
 
-A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time. All from one
+A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time, all from one
 thread.
 """
 import math
@@ -41,20 +41,20 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
-# Short prompts are read in one pass up to this many tokens: it takes hardly longer than one prompt alone.
+# Short prompts are read in one pass, together up to this many tokens: it takes hardly longer than one prompt.
 MOST_TOGETHER = 512
 # "stop": a stop token; "length": max_tokens or the end of the context.
 FinishReason = Literal["stop", "length"]
 
 
 def default_stop(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end an answer where a request does not say otherwise."""
+    """The tokens that end an answer unless a request says otherwise."""
     return tokenizer.encode_special("<|assistant_end|>"), tokenizer.encode_special("<|bos|>")
 
 
 @dataclass(eq=False)
 class Reading:
-    """A prompt as far as it has been read, once for all answers to it."""
+    """How far a prompt has been read; shared by all answers to it."""
     prefix: Prefix = Prefix()
     cached: int = 0                         # tokens that came from the prompt cache
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each token read, if sampling wants them
@@ -68,11 +68,11 @@ class Answer:
     owner: str
     limit: int                              # maximum number of tokens: max_tokens, or what the context leaves
     rng: random.Random
-    adjustment: Adjustment | None           # what is added to its logits, if sampling adjusts any
-    reading: Reading | None                 # None as soon as it has a row
+    adjustment: Adjustment | None           # changes to its logits, if there are any
+    reading: Reading | None                 # None once it has a row
     # The model has not read the last token yet.
     tokens: list[int] = field(default_factory=list)
-    # For each token: whether the tool wrote it. RL does not reinforce these.
+    # For each token: whether the tool wrote it. RL does not reinforce the tool's tokens.
     forced: list[bool] = field(default_factory=list)
     # For each token, if sampling.logprobs is set; likewise for the prompt's.
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -80,9 +80,9 @@ class Answer:
     finish_reason: FinishReason | None = None
     error: Exception | None = None          # why it ended early: its prompt could not be read, or its grammar failed
     cached: int = 0                         # tokens of the prompt that the prompt cache had
-    output: deque[int] = field(default_factory=deque)  # tokens that the tool has still to write
+    output: deque[int] = field(default_factory=deque)  # the tool's tokens still to be written
     expression: list[int] | None = None     # tokens since <|python_start|>
-    calls: int = 0                          # calls of a library, which are limited
+    calls: int = 0                          # limited; arithmetic does not count
 
     @property
     def unread(self) -> int:
@@ -94,9 +94,9 @@ class Engine:
     """
     Decodes up to max_batch sequences at once; others wait until one ends.
 
-    Part of the weights are copied: after a training step, make a new engine (milliseconds for a small model).
-    prompt_cache_bytes: size of the prompt cache. max_per_owner: places that one owner can have, so that a newcomer
-    finds one; None: all. tools: what the model can call.
+    Some weights are copied: after a training step, make a new engine (milliseconds for a small model).
+    prompt_cache_bytes: size of the prompt cache. max_per_owner: most places that one owner can have, so newcomers
+    find one; None: all. tools: what the model can call.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Engine:
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
         self.vocabulary = Vocabulary(tokenizer) if tools.copying else None
-        # Whether the next piece is the oldest prompt's, or the shortest prompt's.
+        # Whether the next piece comes from the oldest prompt or the shortest.
         self.oldest_next = True
         self.clear()
 
@@ -127,10 +127,10 @@ class Engine:
         truncate: bool = False, owner: str = "",
     ) -> list[Answer]:
         """
-        Queue a prompt, for step() to write num_samples continuations. UserError if the model cannot read the prompt.
+        Queue a prompt; step() writes num_samples continuations. UserError if the model cannot read the prompt.
 
-        Sample i is the i-th draw of sampling.seed, whatever else is decoded. The owner with the fewest places gets the
-        next free one.
+        Sample i depends on sampling.seed and i, not on what else is decoded. The owner with the fewest places gets the
+        next free place.
         """
         prompt = self.fit(prompt, sampling, truncate)
         # The last token is written, not read: an answer may end one token beyond the context.
@@ -149,8 +149,8 @@ class Engine:
 
     def fit(self, prompt: Sequence[int], sampling: SamplingParams, truncate: bool = False) -> list[int]:
         """
-        The prompt, if the model can read it; else UserError. With truncate, a prompt that is longer than the context
-        keeps its first token (<|bos|>) and its end, so that max_tokens, or half of the context, become free.
+        The prompt, if the model can read it; else UserError. With truncate, a prompt longer than the context keeps its
+        first token (<|bos|>) and its end: max_tokens positions, at most half of the context, become free.
         """
         prompt = list(prompt)
         if len(prompt) <= self.context:
@@ -187,7 +187,7 @@ class Engine:
         """End every answer now."""
         self.running: list[Answer] = []     # in the order of the cache's rows
         self.reading: list[Answer] = []     # the oldest first
-        self.waiting: dict[str, deque[Answer]] = {}     # by owner; the one who got a place last comes last
+        self.waiting: dict[str, deque[Answer]] = {}     # by owner; the owner who got a place last comes last
         self.model.clear()
 
     # ---- One token for everyone
@@ -198,7 +198,7 @@ class Engine:
         One more token for each running answer, and the first one for those whose prompt has been read; returns these
         answers. Finished answers are dropped. A bad prompt sets answer.error; if step() itself raises, call clear().
 
-        max_prompt_tokens: read at most this many tokens of prompts, since all who are running wait meanwhile.
+        max_prompt_tokens: read at most this many prompt tokens, because running answers wait meanwhile.
         """
         assert max_prompt_tokens >= PIECE, "some prompts would never be read"
         logits = []
@@ -218,7 +218,7 @@ class Engine:
         return advanced + failed
 
     def _admit(self) -> None:
-        """Give free places to the owners who have fewest, and there to the answer that has waited longest."""
+        """Give each free place to the owner with the fewest places, for the owner's longest waiting answer."""
         while self.waiting and len(self.running) + len(self.reading) < self.max_batch:
             places = Counter(answer.owner for answer in self.running + self.reading)
             # Ties go to the owner who got a place longest ago: `waiting` is in that order.
@@ -233,13 +233,13 @@ class Engine:
 
     def _read(self, budget: float) -> tuple[list[Tensor], list[Answer]]:
         """
-        Read at most `budget` tokens of prompts; an answer whose prompt is complete gets a row. Returns what the head
-        reads after each of these prompts, (1, C), and the answers that failed.
+        Read at most `budget` prompt tokens; an answer whose prompt is complete gets a row. Returns the head's input
+        after each of these prompts, (1, C), and the failed answers.
         """
         hidden: list[Tensor] = []
         failed: list[Answer] = []
         while self.reading:
-            # A short prompt overtakes long ones. Every second piece is the oldest prompt's, so none waits for ever.
+            # Short prompts overtake long ones. Every second piece is the oldest prompt's, so none waits for ever.
             answer = min(self.reading, key=lambda answer: answer.unread)
             if self.oldest_next and answer.unread:
                 answer = self.reading[0]
@@ -271,7 +271,7 @@ class Engine:
         return hidden, failed
 
     def _read_pieces(self, answer: Answer, budget: float) -> int:
-        """Read the next piece of a prompt, and short ones of others in the same pass; returns the number of tokens."""
+        """Read a prompt's next piece and, in the same pass, others' short pieces; returns the number of tokens."""
         together = self._short_prompts(answer, budget)
         parts = []
         for other in together:
@@ -292,7 +292,7 @@ class Engine:
     def _short_prompts(self, answer: Answer, budget: float) -> list[Answer]:
         """
         The answer, and others whose last, short pieces are read with it. Whole pieces are read alone: the prompt cache
-        keeps them, and reading several prompts together changes last digits.
+        keeps them, and reading several prompts together changes the last digits.
         """
         together = {answer.reading: answer}
         left = min(budget, MOST_TOGETHER) - answer.unread
@@ -313,13 +313,13 @@ class Engine:
             return
         # Nothing predicts the first token.
         reading.logprobs = reading.logprobs or [TokenLogprob(prompt[0], None, [])]
-        # After the prompt's last token comes the answer: then there is one target less than tokens were read.
+        # The prompt's last token has no target, because the answer follows it.
         targets = prompt[prefix.length - count + 1 : prefix.length + 1]
         logits = self.model.logits(prefix.hidden[: len(targets)])
         reading.logprobs += token_logprobs(logits, targets, top, self.model.config.softcap)
 
     def _look_up(self, answer: Answer) -> None:
-        """Take what the prompt cache has of the answer's prompt, unless log-probabilities are needed: it has none."""
+        """Take what the prompt cache has of the prompt, unless log-probabilities are needed: the cache has none."""
         reading = answer.reading
         if answer.sampling.prompt_logprobs is None:
             before = reading.prefix.length
@@ -329,11 +329,11 @@ class Engine:
     def _extend(self, answers: list[Answer], logits: Tensor) -> None:
         """The next token of each answer, after these logits, (answers, V)."""
         softcap = self.model.config.softcap
-        # A sample's draws are numbered by its own tokens: the tool's take none.
+        # A sample draws only for its own tokens, not for the tool's.
         uniforms = [0.0 if answer.output else answer.rng.getrandbits(24) / 2**24 for answer in answers]
         samplings = [answer.sampling for answer in answers]
         drawn = draw(logits, samplings, uniforms, softcap, [answer.adjustment for answer in answers])
-        wanted: dict[int, list[int]] = {}  # rows, by how many probable tokens they ask for
+        wanted: dict[int, list[int]] = {}  # rows, by the number of probable tokens they want
         for row, (answer, token) in enumerate(zip(answers, drawn)):
             self._advance(answer, token)
             count = answer.sampling.logprobs
@@ -345,7 +345,7 @@ class Engine:
                 answers[row].logprobs.append(logprob)
 
     def _advance(self, answer: Answer, drawn: int) -> None:
-        """The answer's next token, if it may have one: the next of the tool's, or else the one that was drawn."""
+        """Append the answer's next token, if it may have one: the tool's next token, or else the drawn one."""
         if answer.limit == 0:
             answer.finish_reason = "length"
             return
@@ -369,8 +369,8 @@ class Engine:
 
     def _use_tool(self, answer: Answer, token: int) -> None:
         """
-        Collect an expression; at its end queue the result. If there is none, the model goes on. Where a library has
-        nothing, a wider call and its result follow, if that finds something.
+        Collect an expression; at its end queue the result. Without a result the model goes on. If a library has
+        nothing but a wider call finds something, that call and its result follow.
         """
         if token == self.python_start:
             answer.expression = []
@@ -388,7 +388,7 @@ class Engine:
             answer.expression.append(token)
 
     def _call(self, answer: Answer, expression: str) -> str | None:
-        """Queue a call's result, and return it; None for a text that is none."""
+        """Queue an expression's result and return it; None if it has none."""
         result = self.tools.result(expression, self.tokenizer, answer.calls, self.context)
         answer.calls += is_call(expression)
         if result is not None:
@@ -412,8 +412,8 @@ class Engine:
         num_samples: int = 1, truncate: bool = False,
     ) -> list[Answer]:
         """
-        num_samples answers to each prompt, in the order of the prompts. More than max_batch take turns. sampling: one
-        for all prompts, or one for each.
+        num_samples answers to each prompt, in the order of the prompts. If there are more than max_batch, they take
+        turns. sampling: one for all prompts, or one for each.
         """
         assert not self.busy, "an engine that serves requests is driven by step() alone"
         samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling

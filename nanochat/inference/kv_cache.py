@@ -5,15 +5,15 @@ No token sees a later one, so its keys and values never change: they are compute
 in a few passes (`extend`), and each further token costs one row of matrix products (`decode`) instead of a pass over
 everything before it.
 
-What has been read is in one of two places. A `Prefix` is the beginning of a prompt, in pieces; it belongs to no row, so
+Keys and values are in one of two places. A `Prefix` is the beginning of a prompt, in pieces; it belongs to no row, so
 any number of answers may continue it, and the prompt cache keeps its pieces. `insert` copies it into a row of the cache
-proper, where one answer grows by a token a step:
+proper, where one answer grows by one token per step:
 
     kv  (n_layer, 2, rows, H_kv, capacity, D)       row r holds rows[r].length tokens, from position 0 on
 
-Rows have different lengths, and masks hide what a row has not reached. There are no holes between rows: when a row is
-removed, the last one moves into its place. The cache grows by large steps, so that little is copied, shrinks when long
-sequences have left, and is freed when all have.
+Rows have different lengths, and masks hide positions that a row has not reached. There are no holes between rows: when
+a row is removed, the last one moves into its place. The cache grows in large steps, so little is copied. It shrinks
+when long sequences have left, and is freed when all have left.
 """
 import math
 from collections.abc import Callable
@@ -27,24 +27,24 @@ from torch import Tensor
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import norm, rotary_angles
 
-# The capacity is a multiple of this many positions, so that it rarely changes.
+# The capacity is a multiple of this many positions, so it rarely changes.
 CAPACITY_UNIT = 64
 
 
 class Prefix(NamedTuple):
-    """The beginning of a prompt, as far as it has been read."""
+    """The part of a prompt that has been read."""
 
     pieces: tuple[Tensor, ...] = ()  # (n_layer, 2, H_kv, T, D) each: keys, values
     length: int = 0                  # tokens: the sum of the pieces' T
     last: int = -1                   # the last token; −1: none
-    begin: int = 0                   # where the last document among them begins
-    hidden: Tensor | None = None     # (T, C), what the head reads, for the last piece; None: it came from the cache
+    begin: int = 0                   # where the prefix's last document begins
+    hidden: Tensor | None = None     # (T, C), the head's input for the last piece; None: it came from the cache
 
 
 class CachedModel:
     """
-    A model's weights, laid out for decoding, and the cache, in the same dtype. Some weights are copies: make a new one
-    after an update. At most max_rows sequences are decoded together.
+    A model's weights, laid out for decoding, and the cache, in the same dtype. Some weights are copies: make a new
+    CachedModel after an update. At most max_rows sequences are decoded together.
     """
 
     def __init__(self, model: GPT, max_rows: int):
@@ -52,11 +52,11 @@ class CachedModel:
         self.config = model.config
         self.max_rows = max_rows
         config, device = model.config, model.lm_head.weight.device
-        self.products = []  # for each block: qkv, attention's projection, the two of the MLP
+        self.products = []  # for each block: qkv, attention's projection, the MLP's two
         with torch.inference_mode():
             for block in model.transformer.h:
                 attn, mlp = block.attn, block.mlp
-                # One product for all heads: fewer, larger reads of memory.
+                # One product for all heads: fewer, larger memory reads.
                 qkv = torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight))
                 weights = qkv, attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight
                 self.products.append([linear(weight) for weight in weights])
@@ -78,8 +78,8 @@ class CachedModel:
         """
         Read the next tokens of several prompts, each of at most sequence_len, in one pass. The cache does not change.
 
-        Their tokens lie end to end, T together: the products with weights, which take most of the time, are done for
-        all of them; attention for one prompt after the other.
+        The tokens lie end to end, T in all. The products with weights, which take most of the time, are computed for
+        all tokens at once; attention for one prompt after another.
         """
         columns, extended = self.columns(prompts)
         lengths = [len(tokens) for _, tokens in prompts]
@@ -124,7 +124,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
-        """Free a row; the last one moves into its place, so that rows 0 to n − 1 are always the ones in use."""
+        """Free a row; the last row moves into its place, so rows 0 to n − 1 are always in use."""
         moved = self.rows.pop()
         end = len(self.rows)
         if row != end:
@@ -134,7 +134,7 @@ class CachedModel:
             self.clear()
             return
         capacity = self.rounded(1.25 * max(prefix.length for prefix in self.rows))
-        # When a long sequence has left, nobody should go on computing with its positions.
+        # When a long sequence has left, computing with its positions would be waste.
         if self.kv.size(4) > 2 * capacity:
             self.resize(self.kv.size(2), capacity)
 
@@ -145,13 +145,13 @@ class CachedModel:
         columns, extended = self.columns([(prefix, [token]) for prefix, token in zip(self.rows, tokens)])
         longest = max(prefix.length for prefix in extended)
         self.reserve(rows, longest)
-        # Nobody needs the positions beyond the longest row. They are left out in float32 on a CPU alone: its products
-        # in bfloat16 are 2 to 10 times slower where the cache is not contiguous.
+        # Positions beyond the longest row are not needed. Only float32 on a CPU leaves them out: bfloat16 products
+        # there are 2 to 10 times slower if the cache is not contiguous.
         if self.kv.dtype != torch.float32 or self.kv.device.type != "cpu":
             longest = self.kv.size(4)
         ids, previous, positions, _ = columns
         all_rows = torch.arange(rows, device=positions.device)
-        # A window starts elsewhere in each row, so there is no smaller rectangle of keys than from position 0 on.
+        # Each row's window starts at a different position, so the common rectangle of keys starts at position 0.
         masks = self.masks(columns[:, :, None], 0, longest)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -168,9 +168,9 @@ class CachedModel:
 
     def columns(self, parts: list[tuple[Prefix, list[int]]]) -> tuple[Tensor, list[Prefix]]:
         """
-        The next tokens of several sequences, end to end, as the blocks read them: (4, N), for each the token, the one
-        before it in its document or −1, its position, and where its document begins. And each prefix after them,
-        without its tensors.
+        The next tokens of several sequences, end to end, as the blocks read them, (4, N): for each the token, the one
+        before it in its document or −1, its position, and where its document begins. Also each prefix after these
+        tokens, without its tensors.
         """
         columns, extended = [], []
         for prefix, tokens in parts:
@@ -184,8 +184,8 @@ class CachedModel:
 
     def masks(self, columns: Tensor, start: int, stop: int) -> list[tuple[Tensor, Tensor | None]]:
         """
-        For new tokens of S sequences, T of each, (4, S, T): the last two arguments of `attention`, for each layer. Keys
-        end before position `stop`; no new token comes before `start`, so keys beyond its window are left out.
+        For each layer the last two arguments of `attention`, for T new tokens of each of S sequences, (4, S, T). Keys
+        end before position `stop`. No new token comes before `start`, so keys before its window are left out.
         """
         positions, begins = columns[2:, :, :, None]         # (S, T, 1) each
         keys = torch.arange(stop, device=positions.device)  # (K,)
@@ -204,7 +204,7 @@ class CachedModel:
 
     def hidden(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Callable) -> Tensor:
         """
-        The blocks of the model, for N tokens of any sequences: (N,) each → (N, C), what the head reads. previous: the
+        The blocks of the model, for N tokens of any sequences: (N,) each → (N, C), the head's input. previous: the
         token before each, −1 where a document begins. attend(layer, q, k, v) → (N, H, D) lets the tokens see others: q
         is (N, H, D), k and v are (N, H_kv, D).
 
@@ -263,7 +263,7 @@ class CachedModel:
 
 
 def begins_after(prefix: Prefix, tokens: list[int], document_token: int) -> list[int]:
-    """For each of the tokens that follow a prefix the position where its document begins."""
+    """For each token after a prefix, the position where its document begins."""
     begin = prefix.begin
     begins = []
     for position, token in enumerate(tokens, start=prefix.length):
@@ -280,11 +280,11 @@ def attention(q: Tensor, kv: Tensor, mask: Tensor, follows: Tensor | None) -> Te
     `blockwise_attention`; scores and softmax in float32.
 
     follows: with `offset_keys`, which keys have a token before them, (S, T, K). The cache has every token's own keys;
-    the slow channels' part of the scores moves by one instead.
+    instead, the slow channels' part of the scores is shifted by one.
     """
     S, T, H, D = q.shape
     keys, values = kv[:, :, :, -mask.size(-1) :].flatten(1, 2)  # (S * H_kv, K, D) each
-    # Query heads that share a key head are one long list of queries to it.
+    # Query heads that share a key head form one long list of queries.
     grouped = q.transpose(1, 2).reshape(len(keys), -1, D)       # (S * H_kv, G * T, D)
     by_head = S, -1, H // kv.size(2), T, mask.size(-1)          # (S, H_kv, G, T, K)
     if follows is None:
@@ -299,15 +299,15 @@ def attention(q: Tensor, kv: Tensor, mask: Tensor, follows: Tensor | None) -> Te
     return y.view(S, H, T, D).transpose(1, 2)
 
 
-# ---- Products with constant weights: with few rows of x, reading the weight takes the time
+# ---- Products with constant weights: with few rows of x, most time goes into reading the weight
 
 def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """
-    The function x → x weightᵀ of x (N, C), in x's dtype, for a weight (O, C) that stays as it is.
+    The function x → x weightᵀ for x (N, C), in x's dtype, and a constant weight (O, C).
 
-    On a CPU the weight is laid out once, here: float32 as (C, O), along which a product of few rows reads memory at
-    full rate; bfloat16 in the blocks that oneDNN wants, which F.linear would make in every call (2 to 4 times slower
-    with AMX).
+    On a CPU the weight is laid out once, here: float32 as (C, O), which products with few rows read at full memory
+    bandwidth; bfloat16 in oneDNN's blocked layout, which F.linear would make in every call (2 to 4 times slower with
+    AMX).
     """
     if weight.device.type != "cpu":
         return partial(F.linear, weight=weight)
@@ -317,7 +317,7 @@ def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
             packed_product(packed, weight[:1])
             return partial(packed_product, packed)
         except (AttributeError, NotImplementedError, RuntimeError):
-            # These kernels are no public interface of torch, and not made for every processor.
+            # These kernels are not part of torch's public interface, and not available on every processor.
             pass
     return partial(torch.mm, mat2=weight.T.contiguous())
 

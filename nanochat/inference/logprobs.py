@@ -12,17 +12,17 @@ from nanochat.model.loss import cap
 
 
 class TokenLogprob(NamedTuple):
-    """A token, its log-probability, and the most probable ones at its place; None for a token that nothing predicts."""
+    """A token, its log-probability (None if nothing predicts the token), and the most probable tokens at its place."""
     token: int
     logprob: float | None
     top: list[tuple[int, float]]    # (token, log-probability), the most probable first
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int, softcap: float | None) -> list[TokenLogprob]:
-    """One token for each row of raw logits (N, V), and the `count` most probable ones there."""
+    """For each row of raw logits (N, V): its token and the `count` most probable tokens."""
     logits = cap(logits, softcap)
     if count == 1:
-        # Among equal logits the first is the greedy choice; topk may take another one.
+        # Among equal logits the first is the greedy choice; topk may take another.
         top = logits.argmax(-1, keepdim=True)
     else:
         top = logits.topk(count).indices  # (N, count)

@@ -2,9 +2,9 @@
 Keys and values of tokens that were read before, so that the next turn of a conversation, or another question after the
 same system prompt, does not read them again.
 
-They are kept in pieces of PIECE tokens, each under its owner and *all* tokens up to its end: two prompts that begin
-alike share the pieces of their common beginning. Owners do not share: usage and time show a hit, so it would tell one
-client what another has asked.
+They are kept in pieces of PIECE tokens. A piece's key is its owner and *all* tokens up to its end: two prompts that
+begin alike share the pieces of their common beginning. Owners do not share: usage and time reveal a hit, which would
+tell one client what another asked.
 """
 from collections.abc import Callable
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from nanochat.inference.kv_cache import Prefix, begins_after
 
-# Tokens of a prompt that are read at once. Every prompt is cut at the multiples of it, so a piece that was kept of one
-# prompt is, to the bit, what reading it in another prompt would give.
+# Prompt tokens that are read at once. Every prompt is cut at multiples of PIECE, so a piece kept from one prompt
+# equals, to the bit, the same piece read in another prompt.
 PIECE = 128
 
 
 class PromptCache:
-    """Pieces of at most `limit` bytes together; the least recently used goes first. document_token: the model's."""
+    """Pieces of at most `limit` bytes in all; the least recently used goes first. document_token: the model's."""
 
     def __init__(self, limit: int, document_token: int):
         self.limit = limit
@@ -27,7 +27,7 @@ class PromptCache:
         self.pieces: dict[tuple, Tensor] = {}   # by (owner, *tokens); the least recently used first
 
     def look_up(self, prefix: Prefix, prompt: list[int], owner: str) -> Prefix:
-        """The prefix with this prompt's next pieces, if they are here. The last token is always read, for logits."""
+        """The prefix with this prompt's next pieces, if cached. The last token is always read, for its logits."""
         end = prefix.length + PIECE
         while end < len(prompt):
             piece = self.pieces.get((owner, *prompt[:end]))
@@ -39,10 +39,10 @@ class PromptCache:
         return prefix
 
     def keep(self, tokens: list[int], owner: str, piece: Callable[[int, int], Tensor]) -> None:
-        """Mark these tokens' pieces as just used; piece(start, end) gives keys and values that are not here yet."""
+        """Mark these tokens' pieces as just used; piece(start, end) gives keys and values not yet cached."""
         if not self.limit:
             return
-        # From the end: a piece is useless without the pieces before it, so these must stay longer.
+        # From the end: a piece is useless without the pieces before it, so those must stay longer.
         for start in reversed(range(0, len(tokens) + 1 - PIECE, PIECE)):
             end = start + PIECE
             key = owner, *tokens[:end]

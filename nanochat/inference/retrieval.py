@@ -2,10 +2,10 @@
 Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/corpus/passages.py makes.
 
     library = Library(path)
-    library.lookup("str.partition")        the passage of that title, or of the nearest
+    library.lookup("str.partition")        the passage with that title, or the nearest
     library.search("split text in three")  the best passage about these words
 
-The index has stems, not words: `stems` (words.py) makes them of the passages when a library is made, and of a question
+The index has stems, not words: `stems` (words.py) turns passages into stems when a library is made, and questions
 here.
 """
 import difflib
@@ -26,17 +26,17 @@ except ImportError:  # a Python that was built without it
     sqlite3 = None
 
 COMMAND = "python -m scripts.library --source=…"
-# Passages are chosen by the rarest stems of a question: frequent stems would take most of the time.
+# Passages are chosen by a question's rarest stems: frequent stems would take most of the time.
 TERMS = 8
-# Passages that BM25 ranks highest, which are then compared closely.
+# BM25's highest-ranked passages, which are then compared closely.
 CANDIDATES = 20
 # A passage answers a question only if it has more than this share of the question's weight.
 ENOUGH = 0.5
-# What a library is made by: another one is not understood. Changes with the stems and the tables.
+# Format of the file: other formats cannot be read. It changes with the stems and the tables.
 FORM = "3"
-# The lowest difflib ratio of a misspelled title's last part.
+# The lowest difflib ratio for the last part of a misspelled title.
 SIMILAR = 0.85
-# Seconds for a query. It takes milliseconds, except on a slow disk.
+# Seconds for a query. Queries take milliseconds, except on a slow disk.
 TIME_LIMIT = 0.25
 # Characters of a question that are read.
 LONGEST = 256
@@ -45,10 +45,10 @@ LONGEST = 256
 NAMED = """SELECT title, text, place FROM passages
 WHERE last = ?1 AND (key = ?2 OR substr(key, -1 - length(?2)) = '.' || ?2)
 ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
-# Only names of the same module: math.cubert is not math.cbrt only because both are in math.
+# Names of one module, compared by their last part: a shared "math." does not make names similar.
 ALIKE = """SELECT DISTINCT last FROM passages
 WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
-# FTS5's rank is its bm25: negative, and the smaller the better. `before` is the place of the passage before.
+# FTS5's rank is BM25 made negative: smaller is better. `before` is the place of the previous passage.
 RANKED = f"""SELECT one.title, one.text, one.place, before.place, about, sentence, rest, -best.score FROM
 (SELECT rowid AS id, rank AS score FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best
 JOIN passages AS one ON one.id = best.id JOIN stems ON stems.rowid = best.id
@@ -63,8 +63,8 @@ class Passage(NamedTuple):
 
 class Library:
     """
-    A library, open for reading in any number of threads. What makes a query fail (a damaged page of the file, the time
-    limit) counts as nothing found. UserError, one line, for a file that is no library.
+    A library, open for reading in any number of threads. A query that fails (a damaged page of the file, the time
+    limit) finds nothing. UserError, one line, if the file is not a library.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,7 @@ class Library:
         self.lock = threading.Lock()
         if not path.is_file():
             raise UserError(f"no library {path}: make it, {COMMAND}")
-        # immutable: no locks, which some network file systems lack. A library is replaced whole, never changed.
+        # immutable: no locks, which some network file systems lack. A library is replaced as a whole, never changed.
         self.connection = connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1")
         try:
             self.manifest = dict(self.connection.execute("SELECT key, value FROM manifest"))
@@ -85,8 +85,8 @@ class Library:
 
     def lookup(self, title: str) -> Passage | None:
         """
-        The passage of this title; else of the shortest that ends in it; else of one that is written nearly so; else of
-        a name in it, such as libidn2-0 in "a libidn2-0 here"; else the best about its words.
+        The passage with this title; else with the shortest title that ends in it; else with a similarly spelled one;
+        else with a name in it, such as libidn2-0 in "a libidn2-0 here"; else the best about its words.
         """
         title = title[:LONGEST]
         passage = self.titled(title)
@@ -101,13 +101,13 @@ class Library:
         return passage or self.named_in(title) or self.search(title)
 
     def titled(self, title: str) -> Passage | None:
-        """The passage of this title; else of the shortest that ends in it."""
+        """The passage with this title; else with the shortest title that ends in it."""
         key = key_of(title)
         rows = self.query(NAMED, last_part(key), key, title) if key else []
         return Passage(*rows[0]) if rows else None
 
     def named_in(self, text: str) -> Passage | None:
-        """The passage whose title is a word of the text that only a name can be, with a dot, a digit, …"""
+        """The passage whose title is a word of the text that must be a name: it has a dot, a digit, …"""
         for word in text.split():
             passage = None if is_word(key_of(word)) else self.titled(word)
             if passage:
@@ -115,7 +115,7 @@ class Library:
         return None
 
     def search(self, words: str) -> Passage | None:
-        """The passage of a title that these words are; else the best about them; None if none has enough of them."""
+        """The passage with these words as title; else the best about them; None if none has enough of them."""
         question = words[:LONGEST]
         words = " ".join(telling_words(question))
         if not words:
@@ -123,9 +123,9 @@ class Library:
         named = self.titled(words)
         if named:
             return named
-        # A compound is asked for by its parts, as the library may have them in other compounds.
+        # A compound is replaced by its parts, because the library may have them in other compounds.
         words = " ".join(part for word in words.split() for part in parts(word, self.count) or [word])
-        # In order, so that ties are not decided by the hash of a process.
+        # Sorted, so ties do not depend on the process's hash seed.
         weights = self.weights(sorted(set(stems(words))), common_stems(question))
 
         def weight_in(found: list[str]) -> float:
@@ -137,8 +137,8 @@ class Library:
         rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest))
         for title, text, place, before, *columns, score in rows:
             about, sentence, rest = map(str.split, columns)
-            # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence; between
-            # equal matches the shorter passage is the better answer.
+            # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence, so its
+            # words count more; between equal matches, a shorter one is better.
             in_all = weight_in(about + sentence + rest)
             score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(sentence)
             if file_of(place) != file_of(before or ""):
@@ -147,14 +147,14 @@ class Library:
                 ranking.append((score, Passage(title, text, place)))
         if not ranking:
             return None
-        # A file begins with what it is about, so what its first passage has counts for the choice of the file, too.
+        # A file's beginning says what the file is about, so its first passage also counts in the choice of the file.
         best = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(file_of(row[1].place), 0))[1]
         return max(row for row in ranking if file_of(row[1].place) == file_of(best.place))[1]
 
     def weights(self, asked: list[str], common: frozenset[str]) -> dict[str, float]:
         """
-        The inverse document frequency of the stems of a question. One that no passage has weighs as the median of the
-        others, as it may be what the question is about; a common one is left out then.
+        The inverse document frequency of a question's stems. A stem that no passage has gets the median of the others,
+        because the question may be about it; if it is common, it is left out.
         """
         weights = {}
         for stem in asked:
@@ -170,7 +170,7 @@ class Library:
         return sum(count for count, in self.query("SELECT count FROM known WHERE word = ?", word))
 
     def query(self, statement: str, *values: Any) -> list[tuple]:
-        """All rows; none if the file cannot be read or the time is over."""
+        """All rows; none if the file cannot be read or time is up."""
         with self.lock:
             self.deadline = time.monotonic() + TIME_LIMIT
             try:
@@ -198,7 +198,7 @@ def key_of(title: str) -> str:
 
 
 def is_word(key: str) -> bool:
-    """Whether there are only letters, and marks such as vowel signs."""
+    """Whether a key has only letters, and marks such as vowel signs."""
     return all(unicodedata.category(character)[0] in "LM" for character in key)
 
 

@@ -1,4 +1,4 @@
-"""Drawing tokens: what a request may ask for, and one draw for every row of a batch at once."""
+"""Sampling tokens: what a request may ask for, and one draw for all rows of a batch at once."""
 import copy
 import math
 from collections import defaultdict
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from nanochat.inference.copying import Copying
 
-# Lower temperatures are greedy: 1 / temperature has to stay a number that float32 can hold.
+# Lower temperatures are greedy, because float32 must be able to hold 1 / temperature.
 COLDEST = 1e-5
 # Tokens that top_p without top_k compares first. On a CPU sorting 16 rows of 65,536 takes 77 ms, choosing 2,048 10 ms.
 NUCLEUS = 2048
@@ -26,8 +26,8 @@ NUCLEUS = 2048
 
 class Grammar:
     """
-    What one answer may still become. allowed: (V,) bool, the tokens that may come next; a token that ends the answer is
-    among them exactly when what was written is complete.
+    How one answer may continue. allowed: (V,) bool, the tokens that may come next. They include tokens that end the
+    answer exactly when the answer is complete.
     """
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int):
@@ -36,13 +36,13 @@ class Grammar:
         self.allowed = self._allowed()
 
     def start(self) -> "Grammar":
-        """A copy, for one more answer."""
+        """A copy, for another answer."""
         other = copy.copy(self)
         other.matcher = self.matcher.deep_copy()
         return other
 
     def advance(self, token: int) -> None:
-        """The answer has one token more, an allowed one. UserError when it takes too long to find the next ones."""
+        """Add the answer's next token, an allowed one. UserError if finding the next allowed tokens takes too long."""
         self.matcher.consume_token(token)
         self.allowed = self._allowed()
 
@@ -59,15 +59,15 @@ class SamplingParams:
     max_tokens: int = 256               # forced tokens count as well; 0: only the prompt's log-probabilities
     temperature: float = 1.0            # 0: always the most probable token
     top_k: int = 0                      # only the k most probable tokens; 0: all
-    top_p: float = 1.0                  # of these, only the most probable ones that together reach this probability
-    seed: int | None = None             # None: another one every time
-    stop: tuple[int, ...] | None = None  # tokens that end it; None: <|assistant_end|> and <|bos|>
+    top_p: float = 1.0                  # then only the most probable tokens that together reach this probability
+    seed: int | None = None             # None: another seed every time
+    stop: tuple[int, ...] | None = None  # tokens that end an answer; None: <|assistant_end|> and <|bos|>
     tools: bool = True                  # compute the expressions between <|python_start|> and <|python_end|>
     presence_penalty: float = 0.0       # these three: see `adjust`
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit), each token once
-    logprobs: int | None = None         # log-probabilities of its tokens, and of this many most probable ones
-    prompt_logprobs: int | None = None  # likewise of the prompt's tokens
+    logprobs: int | None = None         # log-probabilities of an answer's tokens, and of this many most probable ones
+    prompt_logprobs: int | None = None  # likewise for the prompt's tokens
     grammar: Grammar | None = None      # which tokens may come next; None: any. Not together with tools
 
     def __post_init__(self):
@@ -79,7 +79,7 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias or self.grammar)
 
     def candidates(self, vocab_size: int) -> str:
-        """Which tokens have to be compared: from the cheapest way to the most expensive one."""
+        """Which tokens must be compared, from the cheapest way to the most expensive."""
         if self.temperature < COLDEST:
             return "best"
         if 0 < self.top_k < vocab_size:
@@ -89,8 +89,8 @@ class SamplingParams:
 
 class Adjustment:
     """
-    What changes the logits of one answer, see `adjust`: its grammar, what it copies, and what is added to some tokens'
-    logits. That is kept up to date token by token: a step does not count them anew.
+    Changes to one answer's logits, see `adjust`: its grammar, what it copies, and what is added to some tokens' logits.
+    The added values are updated token by token, so a step need not recount the tokens.
     """
 
     def __init__(self, sampling: SamplingParams, copying: "Copying | None" = None):
@@ -108,11 +108,11 @@ class Adjustment:
 
     @property
     def is_active(self) -> bool:
-        """Whether it changes the next token's logits."""
+        """Whether the next token's logits change."""
         return self.sampling.adjusts or self.allowed is not None
 
     def add(self, token: int) -> None:
-        """The answer has one token more."""
+        """Add the answer's next token."""
         if self.copying:
             self.copying.add(token)
         penalty = self.sampling.frequency_penalty
@@ -131,8 +131,8 @@ def draw(
     A token for each row: logits (B, V), float32, before the softcap; uniforms within [0, 1), one for each row;
     softcap: the model's, None or 0 for none; adjustments: one for each row, if any row's logits are adjusted.
 
-    A row's token depends on its own logits, sampling, uniform and answer only. Rows that compare the same candidates
-    are drawn together; the tokens are read from the device once.
+    A row's token depends only on the row's own logits, sampling, uniform and answer. Rows that compare the same
+    candidates are drawn together; the tokens are read from the device once.
     """
     groups = defaultdict(list)
     for row, sampling in enumerate(samplings):
@@ -152,7 +152,7 @@ def draw(
         else:
             settings, numbers = [samplings[row] for row in rows], [uniforms[row] for row in rows]
             tokens[rows] = draw_candidates(part, kind, settings, numbers, still_to_cap)
-    # The host waits for the device here, once in a step.
+    # The host waits for the device here, once per step.
     return tokens.tolist()
 
 
@@ -169,8 +169,8 @@ def adjust(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
     for row, one in enumerate(adjustments):
         places.append(np.fromiter(one.added, np.int64) + row * logits.size(1))
         values.append(np.fromiter(one.added.values(), np.float32))
-    # One copy to the device for all rows, which the limits on logit_bias and max_tokens bound. No place is there twice,
-    # so the sum does not depend on an order.
+    # One copy to the device for all rows; the limits on logit_bias and max_tokens bound it. No place occurs twice,
+    # so the sum does not depend on the order.
     index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
     logits.view(-1).index_add_(0, index, added)
     rows = [row for row, one in enumerate(adjustments) if one.allowed is not None]
@@ -182,7 +182,7 @@ def adjust(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
 def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
     """
     (B, V) → (B,), the first of the largest capped logits. The cap keeps the order, and on a CPU its tanh takes as long
-    as a block of the model: it is applied only where logits are so large that it makes different ones equal.
+    as a block of the model. So a CPU applies it only if logits are so large that the cap makes different ones equal.
     """
     if softcap and (logits.device.type != "cpu" or logits.amax() > 2 * softcap):
         logits = cap(logits, softcap)
@@ -192,7 +192,7 @@ def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
 def draw_candidates(
     logits: Tensor, kind: str, samplings: Sequence[SamplingParams], uniforms: Sequence[float], softcap: float | None
 ) -> Tensor:
-    """(B, V) → (B,): where the uniform number falls among the probabilities of a row's candidates, put end to end."""
+    """(B, V) → (B,): the candidate where the uniform number falls, when a row's probabilities lie end to end."""
     device = logits.device
 
     def column(numbers: Sequence[float]) -> Tensor:
@@ -208,7 +208,7 @@ def draw_candidates(
         coldness *= 2 * softcap
     else:
         logits = logits - logits.amax(-1, keepdim=True)
-    # At an endless temperature a forbidden token's −∞ times 0 would be NaN.
+    # At infinite temperature a forbidden token's −∞ times 0 would be NaN.
     coldness.clamp_(min=1e-30)
     p = (logits * coldness).softmax(-1)  # (B, K), or (B, V)
     top_p = column([sampling.top_p for sampling in samplings])
@@ -220,7 +220,7 @@ def draw_candidates(
 
     reached = p.cumsum(-1)
     if kind == "all":
-        # The last token with a probability above 0; rounding leaves the sum not quite 1.
+        # The last token with a probability above 0; because of rounding the sum is not quite 1.
         last = torch.searchsorted(reached, reached[:, -1:].contiguous())  # (B, 1)
     else:
         # A token is kept while the tokens before it fall short of top_p.
@@ -232,12 +232,13 @@ def draw_candidates(
 
 def largest(p: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """
-    The largest of the probabilities (B, V), in order, and their tokens: at least as many as reach top_p, (B, 1).
-    A few thousand nearly always do, so a CPU does not sort the rest. A GPU would wait for the host to see the sum.
+    The largest probabilities of (B, V), in order, and their tokens: at least enough to reach top_p, (B, 1).
+    A few thousand nearly always do, so a CPU does not sort the rest. A GPU sorts all, because checking the sum would
+    make the host wait.
     """
     count = NUCLEUS if p.device.type == "cpu" else p.size(1)
     while count < p.size(1):
-        # In a flat distribution this many tokens cannot reach top_p: do not look for them.
+        # Skip the search if the distribution is too flat for this many tokens to reach top_p.
         if (count * p.amax(-1, keepdim=True) >= top_p).all():
             best = p.topk(count)
             if (best.values.sum(-1, keepdim=True) >= top_p).all():

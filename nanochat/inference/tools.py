@@ -1,13 +1,13 @@
 """
-The assistant's tools: what may stand between <|python_start|> and <|python_end|>, and what comes back.
+The assistant's tools: what may stand between <|python_start|> and <|python_end|>, and what the tools return.
 
     12 * (3 + 4)                    84, by the calculator
-    spell('sugar')                  s-u-g-a-r: a model reads tokens, and cannot see the letters of one
-    lookup('str.partition')         the passage of that title in a library
+    spell('sugar')                  s-u-g-a-r: a model reads tokens, and cannot see a token's letters
+    lookup('str.partition')         the passage with that title in a library
     search('split three parts')     the best passage about these words
 
-Where nothing is found, "nothing" comes back, so that the model can say so. A passage is data: special tokens in it are
-encoded as text. It is cut, at a sentence's end if possible, only where it would fill the context.
+If nothing is found, the result is "nothing", so the model can say so. A passage is data: special tokens in it are
+encoded as text. A passage that would fill the context is cut, at a sentence's end if possible.
 """
 import re
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from nanochat.inference.retrieval import Library, Passage, library_path
 from nanochat.inference.words import common_stems, stems, telling_words
 
 NOTHING = "nothing"
-# What a model is trained to say then; the name in quotation marks where it has no blank before it.
+# What a model is trained to say after "nothing"; the name is in quotation marks unless it begins with a blank.
 REFUSAL = "I do not know. I found nothing about{}."
-# In other languages the refusal names nothing, so that no name has to be inflected.
+# Refusals in other languages have no name, because names may need inflection.
 REFUSALS = {
     "de": "Das weiß ich nicht. Ich habe nichts gefunden.",
     "es": "No lo sé. No he encontrado nada.",
@@ -33,9 +33,9 @@ REFUSALS = {
 }
 # Calls in one answer: a model that repeats itself would never end.
 MOST_CALLS = 3
-# The part of the context that a result may take: the question comes before it, and the answer quotes it.
+# A result may fill 1 / RESULT_SHARE of the context: the question comes before it, and the answer quotes it.
 RESULT_SHARE = 3
-# Characters of what the user wrote that are looked up as a whole, where the words that the model chose find nothing.
+# Most characters of a user's question that is looked up as a whole, if the model's own words find nothing.
 MOST_WORDS = 200
 # Methods of a library that a model can call.
 QUERIES = ("lookup", "search")
@@ -44,8 +44,8 @@ TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
 
 class Tools:
     """
-    What an engine can call. library: where passages are looked up; None: nothing is found. copying: whether what the
-    model looks up and quotes is held to the user's words and the passage's (nanochat/inference/copying.py).
+    What an engine can call. library: where passages are looked up; None: nothing is found. copying: whether the model
+    must look up the user's words and quote the passage's (nanochat/inference/copying.py).
     """
 
     def __init__(self, library: Library | None = None, copying: bool = True) -> None:
@@ -60,18 +60,18 @@ class Tools:
         return getattr(self.library, call[1])(call[3].strip())
 
     def source(self, parts: Sequence[dict[str, str]]) -> Passage | None:
-        """The passage that the last of a message's parts is, or begins; None if it is none."""
+        """The passage that a message's last part is, or is the beginning of; else None."""
         if [part["type"] for part in parts[-2:]] != ["python", "python_output"]:
             return None
-        # Told by the calls: of "nothing", and of a passage, there may be no more than an "n" yet.
+        # Only the calls can tell: an "n" may be the beginning of "nothing" or of a passage.
         *before, call, _ = parts
         calls = sum(part["type"] == "python" and is_call(part["text"]) for part in before)
         return self.find(call["text"]) if calls < MOST_CALLS else None
 
     def wider(self, expression: str, questions: Sequence[str]) -> str | None:
         """
-        A search that finds something where this one of a library has found nothing: for the user's last question; or
-        for that and the question before it, if the passage has one of the last one's words ("And the rear tyre?").
+        A search that finds something when this one has found nothing: for the user's last question; or for that and
+        the question before it, if the passage has a word of the last question ("And the rear tyre?").
         """
         call = TOOL_CALL.fullmatch(expression)
         if call is None or call[1] not in QUERIES or not questions:
@@ -87,8 +87,8 @@ class Tools:
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int, context: int) -> str | None:
         """
-        What comes back; None for a text that is neither a call nor arithmetic: then the model goes on.
-        calls: calls that this answer has made before; arithmetic does not count. context: of the model, in tokens.
+        The result; None for a text that is neither a call nor arithmetic: then the model goes on.
+        calls: how many this answer has made before; arithmetic does not count. context: the model's, in tokens.
         """
         call = TOOL_CALL.fullmatch(expression)
         if call is None:
@@ -102,7 +102,7 @@ class Tools:
 
 
 def open_tools(library: str | None, copying: bool = True) -> Tools:
-    """The tools with a library, given by its name or its file; None: Python's own, if it has been made."""
+    """The tools with a library, given by its name or its file; None: Python's library, if it has been made."""
     path = library_path(library or "python")
     if library is None and not path.is_file():
         return Tools()
@@ -122,7 +122,7 @@ def is_call(expression: str) -> bool:
 
 
 def shortened(text: str, tokenizer: Tokenizer, size: int) -> str:
-    """As many sentences of a text as have up to `size` tokens; if the first has more, its beginning."""
+    """The first sentences of a text, up to `size` tokens; if the first has more, its beginning."""
     text = " ".join(text.split())
     for end in reversed(sentence_ends(text)):
         if len(tokenizer.encode(text[:end])) <= size:

@@ -6,9 +6,9 @@ The words of a text as a library compares them, in any language.
     telling_words("How do I list directories?")  ["list", "directories"]
     parts("systemdatum", count)                  ["system", "datum"], if a library has both
 
-Case, width and accents do not count. A word is cut after five letters, so no language has to be told from another; over
-manual pages in six languages that finds more than endings by language or Snowball's stemmers (docs/LOG.md). A compound
-is found by its parts as well. Where there are no blanks, each pair of characters is a word, and each Chinese character.
+Case, width and accents are ignored. A word is cut after five letters, so the language need not be known; on manual
+pages in six languages this finds more than endings by language or Snowball's stemmers (docs/LOG.md). A compound is
+also found by its parts. In scripts without blanks each pair of characters is a word, and so is each Chinese character.
 """
 import re
 import tomllib
@@ -18,29 +18,29 @@ from functools import lru_cache
 from pathlib import Path
 
 LETTERS = 5
-# Scripts without blanks between words; and Korean, whose particles are written together with their words.
+# Scripts without blanks between words; and Korean, whose particles are joined to their words.
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
-# Letters of a compound, at least: German ones are long, and "password" has nothing to do with passing words.
+# Fewest letters of a compound: German compounds are long, and "password" has nothing to do with passing words.
 COMPOUND = 10
-PART = 4  # letters of a part of a compound, at least
+PART = 4  # fewest letters of a compound's part
 HIRAGANA = "\u3041-\u309f"
 MARKS = "".join(mark for mark in map(chr, range(0x300, 0x3100)) if unicodedata.category(mark).startswith("M"))
 # Accents of Latin, Greek and Cyrillic letters, vowels of Hebrew and Arabic: questions are often typed without them.
 OPTIONAL = re.compile("[\u0300-\u036f\u0591-\u05c7\u064b-\u0652]")
-# Japanese changes the script where a word ends.
+# In Japanese the script changes where a word ends.
 WORD = re.compile(rf"[^\W_{UNSPACED}](?:[^\W_{UNSPACED}]|[{MARKS}])*"
                   rf"|[{HIRAGANA}]+|[\u30a0-\u30ff]+|[\u3005\u3400-\u9fff]+|[{UNSPACED}{MARKS}]+")
 CHARACTER = re.compile(rf".[{MARKS}]*")
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
-# stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
+# stopped -> stop, partitions -> part. Roughly: what counts is that questions and passages get the same stems.
 SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)(?:e?s)?|ings?|ed"
                     r"|e?s|ers?|ly|ments?|e)$")
-# Endings of short words in Cyrillic and Greek: ключа, ключи -> ключ. Of Latin ones English would lose.
+# Endings of short words in Cyrillic and Greek: ключа, ключи -> ключ. Removing Latin ones would harm English.
 VOWELS = re.compile("(?<=...)[аеиоуыэюяьαειου]+$")
 
 
 def normal_form(text: str) -> str:
-    """One form of what differs only in case, half or full width, composition, or marks that may be left out."""
+    """One form for texts that differ only in case, half or full width, composition, or optional marks."""
     if text.isascii():
         return text.lower()
     text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text).casefold())
@@ -74,9 +74,9 @@ def stem(word: str) -> str:
 
 def parts(word: str, count: Callable[[str], int]) -> list[str]:
     """
-    The words that a compound is made of: dateisystembelegung -> datei, system, belegung; none of any other.
+    The words that a compound consists of: dateisystembelegung -> datei, system, belegung; none for other words.
 
-    count: how often a library has a word. Of several splits the one of the most frequent words is taken.
+    count: how often a library has a word. Among several splits, the one with the most frequent words is taken.
     """
     if len(word) < COMPOUND or word >= UNSPACED[0]:
         return []
@@ -90,7 +90,7 @@ def parts(word: str, count: Callable[[str], int]) -> list[str]:
 
 
 def telling_words(question: str) -> list[str]:
-    """The words, or parts of a text without blanks, that say what a question is about. Hiragana says it hardly ever."""
+    """The words, or parts of a text without blanks, that say what a question is about. Hiragana rarely does."""
     found = []
     for word in words(question):
         for part in PHRASES.split(word):
@@ -100,7 +100,7 @@ def telling_words(question: str) -> list[str]:
 
 
 def common_stems(question: str) -> frozenset[str]:
-    """The stems of common words that stand alone: "time" in "time.mkdir" is a part of a name."""
+    """The stems of common words that stand alone: "time" in "time.mkdir" is part of a name."""
     return COMMON_STEMS.intersection(stem(word.strip(".,:;!?")) for word in normal_form(question).split())
 
 
