@@ -1,11 +1,11 @@
 """
 CORE: how well a base model answers without having been taught to answer. Li et al. 2024 (DCLM), arXiv:2406.11794.
 
-Every task is put to the model as text to continue, after examples that are drawn per item. There are three kinds. In
+Every task is text for the model to continue, after examples that are drawn per item. There are three kinds. In
 multiple choice the endings compete, in schema the beginnings: the lowest mean loss over the tokens that they do not
-share (in schema: of the common ending) wins. In language modelling every token of the ending has to be the most likely
+share (in schema: over the common ending) wins. In language modelling every token of the ending must be the most likely
 one. Accuracies are centred, (accuracy − guessing) / (1 − guessing), and CORE is their mean over the tasks. Its interval
-says how far other items of the same tasks could move it; a run with another seed differs by its training besides.
+says how far other items of the same tasks could move it; runs with other seeds also differ in training.
 
 The bundle is a folder: core.yaml lists the tasks, eval_meta_data.csv the accuracy of guessing, eval_data/ the items.
 """
@@ -32,7 +32,7 @@ from nanochat.runtime.files import base_dir
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
-BLOCK = 32  # items that are tokenized and sorted together, always on one rank
+BLOCK = 32  # items tokenized and sorted together, always on one rank
 RESAMPLES = 10_000
 
 
@@ -47,11 +47,11 @@ class CoreTask(NamedTuple):
 
 class Item(NamedTuple):
     variants: list[str]  # the texts among which the model chooses; in language modelling without and with the ending
-    gold: int            # which of them is right
+    gold: int            # index of the right variant
 
 
 class Core(NamedTuple):
-    name: str            # what the score may be called
+    name: str            # the score's correct name
     score: float         # mean of the tasks
     low: float           # bounds of its 95% interval
     high: float
@@ -74,7 +74,7 @@ def bundle_dir() -> Path:
 
 
 def load_tasks(bundle: Path) -> list[CoreTask]:
-    """The tasks of a bundle. UserError for a folder that is none."""
+    """The tasks of a bundle. UserError if the folder is not one."""
     import yaml  # training without CORE works without this package
 
     if not (bundle / "core.yaml").exists():
@@ -93,7 +93,7 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
 
 
 def load_items(task: CoreTask) -> list[Item]:
-    """A task's items, in the order that every evaluator shuffles them to, so that the first few are a sample."""
+    """A task's items, shuffled as every evaluator does, so the first few are a sample."""
     lines = task.path.read_bytes().splitlines()  # a str would also split at U+2028
     try:
         items = [item_of(task, json.loads(line)) for line in lines]
@@ -125,16 +125,16 @@ def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
     shots = "".join(example.variants[example.gold] + "\n\n" for example in drawn)
     texts = [shots + text for text in items[index].variants]
     if task.kind == "language_modeling":
-        # A blank at the end would be a token of its own; in the whole text it is the beginning of the next word's.
+        # A final blank would be its own token; in the whole text it begins the next word's token.
         texts[0] = texts[0].rstrip()
     return texts
 
 
 def rows_of(task: CoreTask, items: list[Item], index: int, tokenizer: Tokenizer, longest: int) -> list[Row]:
-    """The rows of an item's variants, cut behind <|bos|> to `longest` tokens. One token at least counts."""
+    """The rows of an item's variants, cut after <|bos|> to `longest` tokens. At least one token counts."""
     encoded = tokenizer.encode(prompts_of(task, items, index), prepend="<|bos|>")
     from_end = task.kind == "schema"
-    # commonprefix takes any sequences, though it stands in os.path.
+    # commonprefix takes any sequences, although it is in os.path.
     shared = len(os.path.commonprefix([tokens[::-1] for tokens in encoded] if from_end else encoded))
     if task.kind == "language_modeling":
         # The text without the ending only shows where the ending starts.
@@ -159,27 +159,27 @@ def evaluate_core(
     """
     CORE on every rank; the same numbers for any number of ranks. COLLECTIVE.
 
-    max_per_task: items of each task at most (-1: all). tokens_per_forward: rows times length, padding included; a row
-    that is longer goes alone, and none is longer than the model's own.
+    max_per_task: most items of each task (-1: all). tokens_per_forward: rows times length, padding included; a longer
+    row goes alone, and no row is longer than the model's rows.
     """
     rank, world_size = rank_and_size()
     device = next(model.parameters()).device
     longest = model.config.sequence_len + 1
     sizes = []                   # items of each task
-    correct = [0] * len(tasks)   # right answers of each, on this rank
+    correct = [0] * len(tasks)   # each task's right answers, on this rank
     for number, task in enumerate(tasks):
         items = load_items(task)
         if max_per_task >= 0:
             items = items[:max_per_task]
         sizes.append(len(items))
         greedily = task.kind == "language_modeling"
-        # Each block goes to one rank whole: no forward pass, nor its rounding, depends on the number of ranks.
+        # One rank gets a whole block: no forward pass, nor its rounding, depends on the number of ranks.
         blocks = range(0, len(items), BLOCK * world_size)
         for first in until_stopped(progress(blocks, f"CORE {number + 1}/{len(tasks)} {task.label}", "blocks")):
             start = first + BLOCK * rank
             block = range(len(items))[start : start + BLOCK]
             variants = [rows_of(task, items, index, tokenizer, longest) for index in block]
-            # Shapes change from pass to pass, so nothing is compiled.
+            # Shapes change with every pass, so nothing is compiled.
             with eagerly():
                 scores = iter(score_rows(model, list(chain.from_iterable(variants)), tokens_per_forward, greedily))
             for index, rows in zip(block, variants):
@@ -193,7 +193,7 @@ def evaluate_core(
     counts = np.array(sums.tolist())
     baselines = np.array([task.baseline for task in tasks])
     centered = (counts / sizes - baselines) / (1 - baselines)
-    # CORE is over all items of all tasks.
+    # Only a score over all items of all tasks is CORE.
     name = "CORE" if max_per_task < 0 else f"CORE (up to {max_per_task:,} items a task)"
     scores = dict(zip((task.label for task in tasks), centered.tolist()))
     return Core(name, fmean(scores.values()), *core_interval(counts, np.array(sizes), baselines), scores)
@@ -201,8 +201,8 @@ def evaluate_core(
 
 def core_interval(correct: np.ndarray, sizes: np.ndarray, baselines: np.ndarray) -> tuple[float, float]:
     """
-    95% interval of CORE by bootstrap over the items of each task, arrays (tasks,). Of items that are right or wrong, as
-    many drawn again with replacement are a draw from a binomial distribution.
+    95% interval of CORE by bootstrap over the items of each task, arrays (tasks,). Items are right or wrong, so
+    resampling them with replacement is a draw from a binomial distribution.
     """
     drawn = np.random.default_rng(0).binomial(sizes, correct / sizes, (RESAMPLES, len(sizes))) / sizes
     low, high = np.percentile(((drawn - baselines) / (1 - baselines)).mean(1), [2.5, 97.5])

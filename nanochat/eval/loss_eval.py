@@ -43,8 +43,8 @@ def evaluate_split(
     model, data: str, split: str, tokenizer: Tokenizer, eval_tokens: int, device_batch_size: int, max_seq_len: int,
 ) -> float:
     """
-    Bits per byte of a data set's first eval_tokens tokens of a split, at most one pass over validation, in rows packed
-    as in training: the same rows for any seed, batch and number of ranks. COLLECTIVE.
+    Bits per byte of the first eval_tokens tokens of a split, at most one pass over validation. Rows are packed as in
+    training, and are the same for any seed, batch and number of ranks. COLLECTIVE.
     """
     rank, world_size = rank_and_size()
     shape = BatchShape(device_batch_size, max_seq_len, rank, world_size, next(model.parameters()).device)
@@ -66,7 +66,7 @@ def evaluate_documents(
     model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
 ) -> float:
     """
-    Bits per byte of whole documents, in windows: a row is <|bos|> and the next sequence_len tokens, so that every token
+    Bits per byte of whole documents, in windows: a row is <|bos|> and the next sequence_len tokens, so every token
     is a target exactly once. documents: token ids that begin with <|bos|>, the same on every rank. COLLECTIVE.
     """
     device = next(model.parameters()).device
@@ -86,8 +86,8 @@ def greedy_completes(
     model, tokenizer: Tokenizer, pairs: list[tuple[str, str]], tokens_per_forward: int
 ) -> list[bool]:
     """
-    Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch: the tokens are
-    those of greedy decoding if and only if each is the most likely one after the expected ones before it. A text that
+    Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch is enough: greedy
+    decoding gives the expected tokens if and only if each is the most likely one after those before it. A text that
     does not fit into a row of the model is not completed. COLLECTIVE.
     """
     prompts = tokenizer.encode([prompt for prompt, _ in pairs], prepend="<|bos|>")
@@ -100,28 +100,28 @@ def greedy_completes(
 def score_rows(model, rows: list[Row], tokens_per_forward: int, greedily: bool) -> list[float]:
     """
     For each row the mean loss of its targets, in nats; or, greedily, how many of its targets are not the most likely
-    token. COLLECTIVE: each rank has rows of its own, but with sharded parameters every forward pass is a collective.
+    token. COLLECTIVE: each rank has its own rows, but with sharded parameters every forward pass is a collective.
     """
     device = next(model.parameters()).device
     batches = group_by_length(rows, tokens_per_forward)
     if dist.is_initialized():
         passes = torch.tensor(len(batches), device=device)
         dist.all_reduce(passes, dist.ReduceOp.MAX)
-        # A rank that has fewer batches makes the other ranks' passes with rows that count for nothing.
+        # A rank with fewer batches joins the other ranks' passes with rows that count for nothing.
         batches += [[]] * (int(passes) - len(batches))
     scores = [0.0] * len(rows)
     for indices in batches:
         inputs, targets = collate(rows, indices, device)
         counts = targets >= 0
         if greedily:
-            # The head sees only the positions that have a target: the logits of all positions could be gigabytes.
+            # The head sees only positions with a target: the logits of all positions could take gigabytes.
             likeliest = model.lm_head(model.hidden(inputs)[counts]).argmax(-1)
             wrong = counts.clone()
             wrong[counts] = likeliest != targets[counts]
             batch_scores = wrong.sum(1)
         else:
             batch_scores = model(inputs, targets, reduction="none").sum(1) / counts.sum(1)
-        # .tolist() is the one wait for the device.
+        # .tolist() is the only wait for the device.
         for index, score in zip(indices, batch_scores.tolist()):
             scores[index] = score
     return scores
@@ -137,7 +137,7 @@ def target_row(tokens: list[int], start: int) -> Row:
 
 def group_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]:
     """
-    The indices of the rows in batches, rows of similar length together: rows times length, padding included, is at most
+    The rows' indices in batches of similar lengths: rows times length, padding included, is at most
     tokens_per_forward. A longer row is a batch of its own.
     """
     lengths = [len(tokens) for tokens, _ in rows]
@@ -153,7 +153,7 @@ def group_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]
 def collate(rows: list[Row], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """
     inputs and targets of the rows with these indices, (B, T): T + 1 is the longest row's length; positions without a
-    target have −1. Without indices it is one row of zeros, so that a forward pass has something to compute.
+    target have −1. Without indices there is one row of zeros, so a forward pass has something to compute.
     """
     chosen = [rows[index] for index in indices] or [target_row([0, 0], 1)]
     length = max(len(tokens) for tokens, _ in chosen) - 1
@@ -164,7 +164,7 @@ def collate(rows: list[Row], indices: list[int], device: torch.device) -> tuple[
 def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
     """
     The prompt's greedy continuation, up to max_tokens tokens or the end of the document. It always takes max_tokens
-    forward passes: ranks that gather each unit together must make equally many, also if their roundings differ.
+    forward passes: ranks that gather units together must make equally many, even if rounding differs.
     """
     bos = tokenizer.get_bos_token_id()
     out = list(model.generate(tokenizer.encode(prompt, prepend="<|bos|>"), max_tokens))
@@ -174,7 +174,7 @@ def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
 
 
 def print_samples(model, tokenizer: Tokenizer, prompts: Iterable[str], max_tokens: int) -> list[tuple[str, str]]:
-    """[(prompt, its `sample`)], printed by rank 0. COLLECTIVE where ranks gather units: all must come here."""
+    """[(prompt, its `sample`)], printed by rank 0. COLLECTIVE if ranks gather units."""
     samples = []
     for prompt in until_stopped(prompts):
         samples.append((prompt, sample(model, tokenizer, prompt, max_tokens)))

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Evaluation(NamedTuple):
-    """What a model did on a task."""
+    """A model's results on a task."""
     correct: list[list[bool]]   # each sample of each problem
     misquoted: list[bool]       # each text that an answer looked up (`misquotes`)
 
@@ -43,8 +43,7 @@ def evaluate_task(
 ) -> Evaluation:
     """
     num_samples answers to each of the first max_problems problems (-1: all), judged; the same on every rank.
-    model: whole on this rank. batch_size: problems, or sequences, at a time. copying: as `Tools`
-    has it. COLLECTIVE.
+    model: whole on this rank. batch_size: problems, or sequences, at a time. copying: see `Tools`. COLLECTIVE.
     """
     rank, world_size = rank_and_size()
     count = len(task) if max_problems < 0 else min(max_problems, len(task))
@@ -60,25 +59,25 @@ def evaluate_task(
             answers.append([*map(text_of, parts)])
             misquoted += itertools.chain.from_iterable(map(misquotes, parts))
     correct = []
-    # A vote waits for the slowest rank, and a program of HumanEval may take seconds: several problems between votes.
+    # A vote waits for the slowest rank, and a HumanEval program may take seconds: several problems between votes.
     for conversation, samples in until_stopped(zip(conversations, answers), every=8):
         correct.append([task.evaluate(conversation, answer) for answer in samples])
     by_rank, misquoted_by_rank = zip(*gather_objects((correct, misquoted)))
-    # Problem i was rank i % world_size's: back into the order of the task.
+    # Back into the task's order: rank i % world_size had problem i.
     in_order = [by_rank[index % world_size][index // world_size] for index in range(count)]
     return Evaluation(in_order, [*itertools.chain.from_iterable(misquoted_by_rank)])
 
 
 def misquotes(parts: Sequence[dict[str, str]]) -> list[bool]:
     """
-    Of each text that an answer looked up: whether the answer then says something else than the beginning of what was
-    found; where nothing was, something else than a refusal that names what was looked up, or one that names nothing.
+    For each text that an answer looked up: whether the answer then differs from the beginning of the text found; if
+    nothing was found, from all refusals (the one naming the text looked up, and those naming nothing).
     """
     wrong = []
     for before, part, after in zip(parts, parts[1:], [*parts[2:], {"type": "text", "text": ""}]):
         call = TOOL_CALL.fullmatch(before["text"])
         if part["type"] == "python_output" and call and call[1] in QUERIES:
-            said = text_of([after]).strip(" \n\ufffd")  # an answer may be cut off, also within a character
+            said = text_of([after]).strip(" \n\ufffd")  # an answer may be cut off, even within a character
             name = call[3].strip()
             right = [part["text"]]
             if part["text"] == NOTHING:
@@ -109,8 +108,8 @@ def generate_answers(
 
 def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer, count: int = 8) -> list[tuple[str, str]]:
     """
-    (question, answer) of the first problems, to see how a model gets better: greedy, at most 48 tokens, calls and
-    results in brackets. model: whole on this rank. COLLECTIVE, as all ranks can be told to stop.
+    (question, answer) of the first problems, to see a model improve: greedy, at most 48 tokens, calls and results in
+    brackets. model: whole on this rank. COLLECTIVE, because all ranks can be told to stop.
     """
     sampling = replace(GREEDY, max_tokens=48)
     indices = range(min(count, len(tasks)))
@@ -124,32 +123,32 @@ def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer, count: int = 8
 
 
 def seed_with(sampling: SamplingParams, number: int) -> SamplingParams:
-    """A seed for this problem or step: its samples depend neither on the rank nor on the other problems."""
-    # The hash of integers, unlike that of texts, is the same in every process.
+    """A seed for this problem or step: its samples depend neither on the rank nor on other problems."""
+    # A hash of integers, unlike a text's hash, is the same in every process.
     return replace(sampling, seed=hash((sampling.seed or 0, number)))
 
 
 @torch.inference_mode()
 def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[dict], batch_size: int) -> list[str]:
-    """The letter of each multiple choice to which the model gives the most probability as first token of its answer."""
+    """For each multiple choice the letter that is most probable as the first token of the model's answer."""
     device = model.lm_head.weight.device
     limit = model.config.sequence_len
     rows = []
     for conversation in conversations:
         ids = render_prompt(tokenizer, conversation)
         if len(ids) > limit:
-            # The question comes last, so the cut is at the beginning, behind <|bos|>.
+            # The question comes last, so the cut is at the beginning, after <|bos|>.
             ids = ids[:1] + ids[1 - limit :]
-        # The target, here token 0, is never used: its position is where the letter is predicted.
+        # The target, here token 0, is never used: it only marks where the letter is predicted.
         rows.append(target_row([*ids, 0], len(ids)))
     chosen = [""] * len(rows)
     batches = group_by_length(rows, batch_size * limit)
     for indices in until_stopped(progress(batches, "choosing", "batches")):
         inputs, targets = collate(rows, indices, device)
-        # Shapes change from batch to batch, so nothing is compiled.
+        # Shapes change with every batch, so nothing is compiled.
         with eagerly():
             hidden = model.hidden(inputs)[targets >= 0]  # (B, C)
-        # Without the softcap, which would keep the order of the logits.
+        # Without the softcap, which does not change the order of logits.
         logits = (hidden @ model.lm_head.weight.T).float().cpu()
         for row, index in zip(logits, indices):
             letters = conversations[index]["letters"]
@@ -165,7 +164,7 @@ def accuracy(correct: list[list[bool]]) -> float:
 
 def pass_at(correct: list[list[bool]], k: int) -> float:
     """
-    The probability that at least one of k samples solves a problem, mean over problems; unbiased, from n ≥ k samples of
-    each: 1 − C(n − c, k) / C(n, k) where c are correct. Chen et al. 2021, arXiv:2107.03374.
+    The probability that at least one of k samples solves a problem, mean over problems; unbiased, from n ≥ k samples
+    of each, c of them correct: 1 − C(n − c, k) / C(n, k). Chen et al. 2021, arXiv:2107.03374.
     """
     return fmean(1 - math.comb(samples.count(False), k) / math.comb(len(samples), k) for samples in correct)
