@@ -2,10 +2,10 @@
 The chat server as a web application: the page, OpenAI's interface and health.
 
 The life of a request: `Gate` lets it in (gate.py), `Api.answer` parses and checks it (openai_requests.py and
-responses.py), gives it to a worker (worker.py) and turns the chunks that come back into JSON or server-sent events
+responses.py), gives it to a worker (worker.py) and turns the worker's chunks into JSON or server-sent events
 (replies.py).
 
-Limits are checked before work is done. Nothing that a user writes gets into a log.
+Limits are checked before work is done. No user's text gets into a log.
 """
 import asyncio
 import contextlib
@@ -31,12 +31,12 @@ from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.runs import Runs
 from nanochat.serve.worker import Pending, ServedModel
 
-# Requests of one address that are read at once. Each one needs a thread, and there are few threads.
+# Requests of one address that are parsed at once. Each needs a thread, and there are few threads.
 READERS = 2
 FOLDER = Path(__file__).parent
-# The page is one document of several files.
+# Files that become part of the page, one document.
 PARTS = "watch.css", "watch.js", "inside.js"
-# Seconds between looks for a new model.
+# Seconds between checks for a new model.
 LOOK_EVERY = 2
 
 
@@ -46,8 +46,8 @@ def create_app(
 ) -> Starlette:
     """
     The application. The models' workers start and end with it. defaults: temperature and top_k of requests that do not
-    set them. api_key "": no key is needed. hosts: the names that the server answers to; none: any name. newer: shows
-    the runs of the base folder as well, and each model that it returns replaces the others in `models`.
+    set them. api_key "": no key is needed. hosts: the names that the server answers to; none: any name. newer: if
+    given, runs of the base folder are shown, and each model that it returns replaces the others in `models`.
     """
     api = Api(models, max_new_tokens, defaults)
     runs = Runs(models)
@@ -91,15 +91,15 @@ def create_app(
 
 async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | None]) -> None:
     """
-    Serve each new model instead of the others, once it is loaded and they have ended their answers. One that does not
-    load changes nothing: its process has said why.
+    Serve each new model once it is loaded, and stop the others once their answers have ended. A model that does not
+    load changes nothing; its process has printed why.
     """
     while True:
         await asyncio.sleep(LOOK_EVERY)
         model = None
         try:
             model = await asyncio.to_thread(newer)
-        # Of a damaged checkpoint, for example. The runs can still be watched.
+        # For example a damaged checkpoint. The runs can still be watched.
         except Exception as error:
             log_error("no new model", error)
         if model is None:
@@ -112,7 +112,7 @@ async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | No
                 continue
             models.append(model)
         finally:
-            # Also when the server ends meanwhile.
+            # Also if the server ends meanwhile.
             if model not in models:
                 for worker in model.workers:
                     worker.stop()
@@ -125,7 +125,7 @@ async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | No
 
 
 async def page(watches: bool, http: HttpRequest) -> Response:
-    """One document. Only its own inline script and style run, marked by a nonce, and it talks to this server only."""
+    """One document. A nonce allows only its own inline script and style, and it talks only to this server."""
     nonce = secrets.token_urlsafe()
     html = (FOLDER / "ui.html").read_text(encoding="utf-8")
     for name in PARTS:
@@ -152,8 +152,8 @@ class Api:
 
     async def health(self, http: HttpRequest) -> Response:
         """
-        200 while every model can answer, however slowly. Also the state of each worker (loading, ready, slow or dead),
-        and how many answers are being written or wait for a place.
+        200 while every model can answer, however slowly. The body has each worker's state (loading, ready, slow or
+        dead), and how many answers are running or waiting.
         """
         models = self.models.values()
         states = {model.id: [worker.condition for worker in model.workers] for model in models}
@@ -188,8 +188,8 @@ class Api:
         """A worker's answer, as JSON or as a stream. When the client disconnects, the work ends."""
         body = await read_body(http)
         client = http.client.host if http.client else ""
-        # Threads do the reading: a megabyte takes up to a second, and meanwhile the event loop passes on the tokens of
-        # others. An address waits here for its grammars as well, so that it cannot take all compilers.
+        # Threads do the parsing: a megabyte takes up to a second, and meanwhile the event loop passes on others'
+        # tokens. An address also waits here for its grammars, so it cannot take all compilers.
         async with self.readers.setdefault(client, asyncio.Semaphore(READERS)):
             asked = await asyncio.to_thread(kind.parse, body, self.defaults)
             model = self.find(asked.model)
@@ -203,7 +203,7 @@ class Api:
             async for chunk in chunks:
                 reply.add(chunk)
             return JSONResponse(reply.whole())
-        # An error before the first chunk still has an HTTP status of its own.
+        # An error before the first chunk still gets its own HTTP status.
         first = await anext(chunks)
         events = reply.events(joined(first, chunks))
         return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")

@@ -1,5 +1,5 @@
 """
-An engine in a process of its own: it shares Python's lock neither with the web nor with another GPU's engine.
+An engine in its own process: it shares Python's lock neither with the web server nor with another GPU's engine.
 
     web process (worker.py)                     this process
     how to make the engine    --- socket -->    the engine
@@ -9,8 +9,8 @@ An engine in a process of its own: it shares Python's lock neither with the web 
     duration of the step      <-- socket ---    every second
     the id of a request       --- socket -->    engine.remove
 
-The process ends when its socket closes, so it never outlives the web process. It also ends after an error that is not
-the fault of one request.
+The process ends when its socket closes, so it never outlives the web process. It also ends after an error that no
+single request has caused.
 """
 import contextlib
 import os
@@ -43,13 +43,13 @@ from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, PlacedLogpr
 from nanochat.serve.structured import compile_grammar
 from nanochat.training.checkpoint import load_checkpoint
 
-# Seconds. 25 chunks a second look like writing, and cost a fraction of what 400 would.
+# Seconds. 25 chunks per second look like writing, and cost a fraction of 400.
 FLUSH_EVERY = 0.04
 # Seconds between messages that tell worker.py that the engine is alive.
 BEAT_EVERY = 1.0
 # Seconds of processor time between two beats that count as work.
 WORK = 0.01
-# Grammars that are compiled at once: one more than app.py lets an address have, so that others need not wait.
+# Grammars that are compiled at once: one more than app.py allows an address, so others need not wait.
 COMPILERS = 3
 PROMPT_CACHE_BYTES = 2**29
 
@@ -60,7 +60,7 @@ class Choice:
     request: Request
     detokenizer: IncrementalDetokenizer
     stop: StopStrings
-    chunk: Chunk                    # the next one to be sent
+    chunk: Chunk                    # the next chunk to send
     echo_from: int | None = None    # repeat the prompt's tokens from here on; None: no echo, or already done
     written: int = 0                # characters
     shown: int = 0                  # characters; the others may be the beginning of a stop string
@@ -68,7 +68,7 @@ class Choice:
     held: deque[PlacedLogprob] = field(default_factory=deque)
 
     def add(self, answer: Answer) -> None:
-        """The answer has one more token, or has ended without any."""
+        """Take in the answer's next token, or its end without one."""
         # The choices of one prompt share its cached tokens, so only the first choice reports them.
         if len(answer.tokens) == 1 and self.chunk.index % self.request.n == 0:
             self.chunk.cached = answer.cached
@@ -125,10 +125,10 @@ class EngineProcess:
     def __init__(self, web: socket.socket):
         self.file = web.makefile("rwb")
         self.writing = threading.Lock()
-        # Calls that the other threads leave to `run`.
+        # Calls that other threads leave for `run`.
         self.inbox = queue.SimpleQueue()
         self.choices: dict[Answer, Choice] = {}
-        # Requests that wait for their grammar, by id.
+        # Ids of requests that wait for their grammar.
         self.compiling: set[int] = set()
         self.compilers = ThreadPoolExecutor(COMPILERS)
         self.flushed = 0.0
@@ -162,8 +162,8 @@ class EngineProcess:
 
     def beat(self) -> None:
         """
-        Say that the engine is alive, and how long its step has taken so far. An engine that has something to do and
-        does nothing is silent.
+        Say that the engine is alive, and how long its step has taken so far. An engine that has work but does nothing
+        is silent.
         """
         last_began: float | None = None
         last_used = 0.0
@@ -176,7 +176,7 @@ class EngineProcess:
             time.sleep(BEAT_EVERY)
 
     def end(self, code: int) -> None:
-        """Even in the middle of a step: there is nothing to save."""
+        """Exit, even in the middle of a step: nothing needs saving."""
         os._exit(code)
 
     def send(self, message: Batch | float) -> None:
@@ -235,7 +235,7 @@ class EngineProcess:
             self.compilers.submit(self.compile, request)
 
     def compile(self, request: Request) -> None:
-        """In a compiler's thread, so that tokens do not wait for grammars."""
+        """Runs in a compiler's thread, so tokens do not wait for grammars."""
         try:
             act = partial(self.add, request, compile_grammar(request.grammar, self.engine.tokenizer))
         except Exception as error:
@@ -244,7 +244,7 @@ class EngineProcess:
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         if grammar:
-            # The client has disconnected meanwhile.
+            # The client may have disconnected meanwhile.
             if request.id not in self.compiling:
                 return
             self.compiling.remove(request.id)
@@ -269,7 +269,7 @@ class EngineProcess:
             del self.choices[answer]
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End this request. If the model cannot even read one token any more, that ends the process."""
+        """End this request. If the model can no longer read even one token, the process ends."""
         self.drop(request.id)
         if isinstance(error, UserError):
             self.send({request.id: ApiError(400, str(error))})
@@ -279,7 +279,7 @@ class EngineProcess:
         self.engine.model.extend([(Prefix(), [self.engine.tokenizer.get_bos_token_id()])])
 
     def flush(self, now: float) -> None:
-        """Send all new text, and end requests whose time is over. worker.py ends those that have not even begun."""
+        """Send all new text, and end requests whose time is up. worker.py ends requests that have not begun."""
         self.flushed = now
         batch: Batch = {}
         begun = {choice.request.id for answer, choice in self.choices.items() if answer.tokens}
@@ -307,7 +307,7 @@ def load_engine(
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     model = model.eval().to(compute_dtype(dtype, device))
-    # One place more than an address may have, so that a newcomer need not wait until another's answer ends.
+    # One place more than an address may have, so a newcomer need not wait until another's answer ends.
     return Engine(model, tokenizer, max_batch + 1, PROMPT_CACHE_BYTES, max_batch, open_tools(library, copying))
 
 

@@ -1,11 +1,11 @@
 """
-The caller's own functions. A call travels like a call of the calculator: it is a `python` part of the assistant's
+The caller's own functions. A call is treated like a calculator call: it is a `python` part of the assistant's
 message, its result is the `python_output` part after it, and the assistant goes on in the same turn. So a model that
 uses functions can be trained on ordinary conversations. A call reads
 
     {"name": "weather", "arguments": {"city": "Paris"}}
 
-The definitions become a system message before the others. A call ends an answer, so an answer has at most one.
+The definitions become a system message before the others. A call ends an answer, so an answer has at most one call.
 
 With tool_choice "auto" the model decides whether it calls. A model that was not trained on calls rarely makes one, and
 its arguments need not fit the parameters. With "required", or a function's name, a grammar (structured.py) forces one
@@ -41,7 +41,7 @@ Functions = Annotated[list[Annotated[Function, BeforeValidator(flat)]], Field(ma
 
 
 class ToolMode(BaseModel):
-    """Whether a function is called, and which ones may be."""
+    """Whether a function is called, and which functions may be."""
     mode: Literal["none", "auto", "required"] = "auto"
     tools: list[Annotated[FunctionName, BeforeValidator(flat)]] | None = None   # None: all
 
@@ -93,7 +93,7 @@ def call_grammar(functions: Sequence[Function], tokenizer: Tokenizer) -> str:
 
 
 def read_call(text: str, functions: Sequence[Function]) -> Json | None:
-    """A call in OpenAI's shape; None if the text is no call of one of these functions."""
+    """A call in OpenAI's shape; None if the text does not call one of these functions."""
     match = WRITTEN_CALL.fullmatch(text)
     if match is None or match[1] not in [function.name for function in functions]:
         return None

@@ -1,4 +1,4 @@
-"""Around every request: who may ask, a limit on the body, errors in OpenAI's shape."""
+"""Checks around every request: who may ask, how long the body is; and errors in OpenAI's shape."""
 import hmac
 import re
 from collections.abc import Collection
@@ -30,7 +30,7 @@ def bare(host: str) -> str:
 async def read_body(http: HttpRequest) -> bytes:
     """The body; hardly more than MAX_BODY_BYTES are ever in memory. ApiError if it is too long or not JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Browsers let any page post other kinds to any address without a preflight request.
+    # Browsers let any page post other types to any address without a preflight request.
     if kind != "application/json":
         raise ApiError(415, "the body must be JSON: Content-Type: application/json")
     body = bytearray()
@@ -46,7 +46,7 @@ async def read_body(http: HttpRequest) -> bytes:
 
 
 async def show_error(http: HttpRequest, error: HTTPException) -> Response:
-    # Another exception is the router's.
+    # Other exceptions come from the router.
     if not isinstance(error, ApiError):
         words = f"{error.detail}: {http.method} {http.scope['path']:.80}"
         error = ApiError(error.status_code, words, headers=error.headers)
@@ -56,7 +56,7 @@ async def show_error(http: HttpRequest, error: HTTPException) -> Response:
 class Gate:
     """
     Around everything: only clients who may ask get in, and an unforeseen error is answered. The log says where such an
-    error happened, without words of users.
+    error happened, without users' words.
     """
 
     def __init__(self, app: ASGIApp, api_key: str, hosts: Collection[str]):
@@ -90,8 +90,8 @@ class Gate:
     def check(self, path: str, headers: Headers) -> None:
         """ApiError for a wrong key or host, or a body with two lengths."""
         host = bare(headers.get("host", ""))
-        # A page on the web may point a name of its own at 127.0.0.1 (DNS rebinding), but its browser sends that name.
-        # Load balancers, which ask for /health in HTTP/1.0, need not send any.
+        # A web page may point its own name at 127.0.0.1 (DNS rebinding), but then the browser sends that name.
+        # Load balancers, which ask for /health in HTTP/1.0, need not send a name.
         if self.hosts and "host" in headers and host not in self.hosts:
             words = f"this server answers to {', '.join(self.hosts)} only; --allowed_hosts={host:.80} adds a name"
             raise ApiError(421, words)

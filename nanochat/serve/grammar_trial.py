@@ -1,9 +1,9 @@
 """
-A grammar is compiled in a process of its own first, which the system ends if that takes too long.
+A grammar is first compiled in a process of its own, which the system ends if it takes too long.
 
 llguidance cannot be interrupted, and a small schema may keep it busy for ever. Its result cannot be sent to another
-process either, so the engine compiles the grammar again, but only after a trial that has ended in time. This file
-imports no torch: the process starts in a tenth of a second.
+process either, so the engine compiles the grammar again, but only after a trial that ended in time. This file does not
+import torch, so the process starts in a tenth of a second.
 """
 import functools
 import importlib.util
@@ -23,14 +23,14 @@ MAX_GRAMMAR_LENGTH = 2**16
 COMPILE_SECONDS = 2
 SPECIAL_TOKEN = re.compile(r"<\[\d+\]>")
 TRIAL = "from nanochat.serve.grammar_trial import main; main()"
-# Limits in llguidance's own units of work, since all answers wait while the next token of one is chosen.
+# Limits in llguidance's own units of work: all answers wait while the next token of one is chosen.
 WORK_LIMITS = dict(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,
     precompute_large_lexemes=False, verbose_errors=False)
 
 
 def make_matcher(expression: str, vocabulary: "LLTokenizer") -> "LLMatcher":
-    """An error in the grammar shows after the first mask only."""
+    """An error in the grammar shows only after the first mask."""
     from llguidance import LLMatcher, LLParserLimits
 
     # log_level 0: no client's words in the log.
@@ -54,7 +54,7 @@ def try_to_compile(expression: str) -> None:
     error = trial.stdout
     if trial.returncode > 0:
         raise RuntimeError(f"the trial of a grammar ended with code {trial.returncode}")
-    # A negative code means a signal: the time was over.
+    # A negative code means a signal: time was up.
     if trial.returncode:
         error = f"it takes more than {COMPILE_SECONDS} s to compile; use fewer or simpler patterns"
     if error:
@@ -68,7 +68,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS + 1, most))
-    # Compiling takes as long with tokens of single bytes. This vocabulary has few special tokens: any one will do.
+    # Compiling takes equally long with single-byte tokens. This vocabulary has few special tokens; any one will do.
     expression = SPECIAL_TOKEN.sub("<[256]>", sys.stdin.read())
     matcher = make_matcher(expression, LLTokenizer("byte"))
     matcher.compute_bitmask()

@@ -1,38 +1,38 @@
 """
-OpenAI's HTTP interface, as far as it is supported: what a request may say. replies.py builds the answers.
+The supported part of OpenAI's HTTP interface: what a request may say. replies.py builds the answers.
 
 Extensions:
 
     top_k                 only the k most probable tokens; 0 or -1: all
-    parts                 of an answer's message, and of an assistant's message in a request: everything in order, as
+    parts                 in an answer's message, and in an assistant's message of a request: everything in order, as
                           [{"type": "text" | "python" | "python_output", "text": ...}, ...]. Calls of the model's own
-                          tools and their results are there, and not in `content`; a passage of a library has a
+                          tools and their results are here, not in `content`; a library's passage has a
                           "source", {"title": ..., "place": "notes/wine.md:14"}. In a request `parts` (or a list of such
                           parts as `content`) replaces `content`, so a received message can be sent back.
     delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: more text of part k. OpenAI's Python
                           client appends it there, its JavaScript client does not. Text is in `content` as well
-    truncation            "auto": the oldest turns of a conversation are left out if they leave an answer no room, a
+    truncation            "auto": the oldest turns of a conversation are left out if the answer would lack room, a
                           quarter of the context. System messages and the last question stay
     forgotten             in a chat's answer or chunk: how many messages were left out, if any
     context_length, max_tokens, temperature, top_k, examples, chat   in the list of models. examples: questions to
                           suggest; chat false: a base model, which continues the messages as one text
 
 Log-probabilities belong to the model's own distribution: after the softcap, before temperature and the request's other
-settings, in float32. In a chat they are given for the tokens of `content`, and in `others` for those of marks, calls
+settings, in float32. In a chat `content` has them for the tokens of the content, and `others` for special tokens, calls
 and results, each with its offset in the text of all parts. A completion's prompt is read after <|bos|>.
 Echo begins after this token unless the client has sent it itself, so the first token has a log-probability, too.
 
-Messages may come in any order: consecutive messages of system and user are one turn, the assistant may begin, and its
+Messages may come in any order: consecutive system and user messages are one turn, the assistant may begin, and its
 message at the end is continued. functions.py and structured.py say how functions and response formats work here. The
-model's own tools are off where a form is prescribed. An answer that max_tokens, the context or a stop string ends
-before its form is complete does not fit the form.
+model's own tools are off if a form is prescribed. If max_tokens, the context or a stop string ends an answer before
+its form is complete, the answer does not fit the form.
 
 The Responses interface stores nothing: every request brings its whole conversation in `input`.
 
 Differences: max_tokens above the server's limit means the limit. The limit, the end of the context and the server's
-time limit end an answer with finish_reason "length". usage counts every token that was written, also those of tools and
-the end token. max_tokens -1 means no limit, as in llama.cpp. A hint on how to think, or what to store, is ignored; a
-parameter that would change the answer and is not supported is an error.
+time limit end an answer with finish_reason "length". usage counts every token that was written, including tools' tokens
+and the end token. max_tokens -1 means no limit, as in llama.cpp. Hints on how to think, or what to store, are ignored;
+an unsupported parameter that would change the answer is an error.
 """
 import codecs
 import re
@@ -76,7 +76,7 @@ SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
 
 def as_list(value: Any) -> Any:
-    """OpenAI's interface takes a single text instead of a list with one."""
+    """OpenAI's interface takes a single text in place of a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -109,7 +109,7 @@ class BaseRequest(BaseModel):
         dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=MAX_BIASES)] = {}
     seed: int | None = None
-    # A number of thousands of digits would come back in the error message, so it is refused here.
+    # The error message would repeat a number of thousands of digits, so it is refused here.
     n: int = Field(1, ge=1, lt=10**6)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_STOPS),
@@ -119,7 +119,7 @@ class BaseRequest(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes, defaults: Json) -> Self:
-        """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
+        """The request in a body. ApiError, 400, for anything that cannot be answered as meant."""
         body = body.removeprefix(codecs.BOM_UTF8)
         try:
             fields = from_json(LONE_SURROGATE.sub(rb"\1\\ufffd", body), allow_inf_nan=False)
@@ -153,12 +153,12 @@ class BaseRequest(BaseModel):
 
     @property
     def functions(self) -> Sequence[Function]:
-        """The caller's own that may be called."""
+        """The caller's functions that may be called."""
         return ()
 
     @property
     def logprob_settings(self) -> Json:
-        """Settings of SamplingParams."""
+        """The log-probability settings of SamplingParams."""
         raise NotImplementedError
 
     def encode(self, model: ServedModel) -> Json:
@@ -170,7 +170,7 @@ class BaseRequest(BaseModel):
         return None
 
     def prepare(self, model: ServedModel, max_new_tokens: int, client: str) -> Request:
-        """The request as an engine reads it. ApiError, 400, for one that this model cannot answer."""
+        """The request as an engine reads it. ApiError, 400, if this model cannot answer it."""
         # Choices are counted before prompts are encoded: 340,000 empty prompts take 18 seconds.
         if self.size > model.max_choices:
             words = f"{self.size:,} answers at once; this server takes at most {model.max_choices}"
@@ -224,7 +224,7 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
     def turn(self) -> Json:
-        """The message as nanochat.data.conversation has it: calls and results are parts of the assistant's turn."""
+        """The message in nanochat.data.conversation's form: calls and results are parts of the assistant's turn."""
         content = self.content or self.refusal
         if not (content or self.parts or self.tool_calls):
             raise ApiError(400, "content must be a text or a list of parts", param="messages")
@@ -317,7 +317,7 @@ class CompletionRequest(BaseRequest):
     prompt: Annotated[
         str | Tokens | Annotated[list[str | Tokens], Field(fail_fast=True)], AfterValidator(as_prompts)]
     max_tokens: int = Field(16, ge=0)
-    # Even 0 asks for them here.
+    # Even 0 asks for log-probabilities here.
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 

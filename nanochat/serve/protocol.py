@@ -14,7 +14,7 @@ from nanochat.inference.sampling import SamplingParams
 
 Json = dict[str, Any]
 
-# Seconds for a request. Then its answers end with the text that they have.
+# Seconds for a request. After them its answers end with the text so far.
 TIMEOUT = 300.0
 
 
@@ -47,7 +47,7 @@ class Request:
     stop: Sequence[str] = ()
     client: str = ""                        # the address: clients share places and queue fairly
     echo_from: Sequence[int] = ()           # for each prompt the first token that is repeated; (): no echo
-    forgotten: int = 0                      # messages that were left out, so that an answer has room
+    forgotten: int = 0                      # messages left out to make room for an answer
     # The system's monotonic clock is the same in every process.
     started: float = field(default_factory=time.monotonic)
     id: int = field(default_factory=itertools.count().__next__)
@@ -61,7 +61,7 @@ class Request:
 class PlacedLogprob(NamedTuple):
     """The log-probability of a token, and the token's place in the text of a choice."""
     logprob: TokenLogprob
-    is_content: bool    # part of a message's content: neither a special token nor one of a tool's call
+    is_content: bool    # part of a message's content: neither a special token nor part of a tool call
     offset: int         # characters of text before the token
 
 

@@ -17,7 +17,7 @@ from nanochat.serve.worker import ServedModel
 class Written:
     """One choice so far: the sum of its chunks."""
     index: int
-    begun: bool = False             # an event has said whose message it is
+    begun: bool = False             # an event has given the message's role
     parts: list[Json] = field(default_factory=list)
     logprobs: list[PlacedLogprob] = field(default_factory=list)
     call: Json | None = None
@@ -43,7 +43,7 @@ class Reply:
         self.written = [Written(index) for index in range(request.size)]
 
     def add(self, chunk: Chunk) -> Json:
-        """Take the chunk in; returns the choice as an event with the new text shows it."""
+        """Take in the chunk; returns the choice for an event, with the new text."""
         self.completion_tokens += chunk.tokens
         self.cached_tokens += chunk.cached
         written = self.written[chunk.index]
@@ -60,7 +60,7 @@ class Reply:
         return self.choice(written, self.delta(written, new), chunk.logprobs)
 
     def source(self, written: Written, part: Json) -> Json:
-        """Where the passage comes from that a part begins; {} for a part that is no passage."""
+        """Where the passage that a part begins comes from; {} if the part is not a passage."""
         passage = self.model.tools.source([*written.parts, part])
         return {"source": {"title": passage.title, "place": passage.place}} if passage else {}
 
@@ -90,7 +90,7 @@ class Reply:
         return shown
 
     def token_text(self, token: int) -> str:
-        """A token in OpenAI's spelling: bytes that are no whole UTF-8 are escaped."""
+        """A token in OpenAI's spelling: bytes of incomplete UTF-8 are escaped."""
         return self.model.tokenizer.decode_bytes([token]).decode(errors="backslashreplace")
 
     def whole(self) -> Json:
@@ -99,7 +99,7 @@ class Reply:
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
     async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:
-        """Server-sent events. An error is an event as well, for which the official client raises APIError."""
+        """Server-sent events. An error is also an event; the official client raises APIError for it."""
         head = self.head | {"object": self.chunk_kind}
         try:
             async for chunk in chunks:
@@ -149,8 +149,8 @@ class ChatReply(Reply):
 
     def show(self, placed: Sequence[PlacedLogprob]) -> Json:
         """
-        Log-probabilities of the content's tokens. Their bytes, joined, are the text of the content. An extension: those
-        of all other tokens, marks or parts of calls, in `others`, and the offset of each in the text of all parts.
+        Log-probabilities of the content's tokens, whose bytes, joined, are the text of the content. Extensions:
+        `others` has all other tokens (special ones and parts of calls), and all have offsets in the text of all parts.
         """
         shown: Json = {"content": [], "others": []}
         for one in placed:

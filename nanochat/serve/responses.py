@@ -1,7 +1,7 @@
 """
 OpenAI's Responses interface, as far as a text conversation needs it: its requests are conversations, its answers one
 choice in another shape. previous_response_id, conversation and background are refused. Calls of the model's own tools
-are in no item; a passage that was looked up is cited as a file, behind the text that quotes it.
+are not shown as items; a passage that was looked up is cited as a file, after the text that quotes it.
 """
 import itertools
 from collections.abc import AsyncIterator, Sequence
@@ -94,7 +94,7 @@ class ResponsesReply(ChatReply):
         place = {"output_index": 0, "item_id": f"msg_{self.id}", "content_index": 0}
 
         def event(name: str, **data) -> bytes:
-            # An error has a type of its own, which the event's replaces.
+            # The event's type replaces an error's own type.
             return f"event: {name}\n".encode() + sse(data | {"type": name, "sequence_number": next(numbers)})
 
         begun = False
@@ -135,7 +135,7 @@ def text_part(text: str, logprobs: Sequence[Json] = (), annotations: Sequence[Js
 
 
 def citations(parts: list[Json]) -> list[Json]:
-    """The places of an answer's passages: a file and a line, or an object. The next text behind a passage quotes it."""
+    """The places of an answer's passages: a file and a line, or an object. The next text after a passage quotes it."""
     found = []
     for number, part in enumerate(parts):
         if "source" in part:

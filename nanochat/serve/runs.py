@@ -1,9 +1,9 @@
 """
-What training runs leave in the base folder, as the page shows it (`--watch`). Files are only read: the measurements
-beside the checkpoints, each byte once; the report's sections; the steps of the speedrun.
+Training runs of the base folder, as the page shows them (`--watch`). Files are only read: the measurements beside the
+checkpoints, each byte once; the report's sections; the steps of the speedrun.
 
-A file may be half-written, damaged, or huge; what is read and kept has limits. All viewers get the same state, read at
-most once a second.
+A file may be half-written, damaged, or huge, so limits apply to what is read and kept. All viewers get the same state,
+read at most once a second.
 """
 import threading
 import time
@@ -25,15 +25,15 @@ CURVES = ("train/loss", "train/lrm", "train/tok_per_sec", "val/bpb", "rl/reward"
 FRESH = 1.0             # seconds for which a state is kept
 POINTS = 512            # most points of a curve
 MOST_RUNS = 24          # the newest ones
-MOST_SAMPLES = 64       # of a stage, each of
-MOST_TEXT = 16_000      # bytes of JSON
-READ_BYTES = 2**22      # of a log at once; the rest comes with the next state
-LOG_BYTES = 2**26       # of a longer log the end is read
-FILE_BYTES = 2**18      # of other files the end is read; so a larger section is not shown
+MOST_SAMPLES = 64       # samples of a stage
+MOST_TEXT = 16_000      # bytes of a sample's JSON
+READ_BYTES = 2**22      # of a log read at once; the rest comes with the next state
+LOG_BYTES = 2**26       # of a longer log only the end is read
+FILE_BYTES = 2**18      # of other files only the end is read, so a larger section is not shown
 
 
 def read_object(data: bytes) -> Json:
-    """A JSON object; {} for anything else, also for half of one or one with NaN."""
+    """A JSON object; {} for anything else, including half an object or one with NaN."""
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError:
@@ -42,7 +42,7 @@ def read_object(data: bytes) -> Json:
 
 
 def read_end(path: Path) -> bytes:
-    """The last bytes of a file; b"" where there is none, or a link leads out of the base folder."""
+    """The last bytes of a file; b"" if there is none, or a link leads out of the base folder."""
     if not path.is_file() or not path.resolve().is_relative_to(base_dir().resolve()):
         return b""
     with open(path, "rb") as file:
@@ -51,7 +51,7 @@ def read_end(path: Path) -> bytes:
 
 
 class Curve:
-    """A measurement over the steps. Each point is the mean of `width` neighbours, so that a long run costs no more."""
+    """A measurement over the steps. Each point is the mean of `width` neighbours, so a long run costs no more."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float, float]] = []     # (step, value)
@@ -72,7 +72,7 @@ class Curve:
 
 
 def mean(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """In five digits, which no screen shows."""
+    """Values keep five digits; no screen shows more."""
     steps, values = zip(*points)
     return fmean(steps), float(f"{fmean(values):.5g}")
 
@@ -88,7 +88,7 @@ class Stage:
         self.offset, self.rest = offset, b""
         self.curves = {name: Curve() for name in CURVES}
         self.samples: dict[float, Any] = {}     # step -> [question, answer] pairs
-        self.last: Json = {}                    # the newest number of each name
+        self.last: Json = {}                    # the newest number for each name
         self.durations: deque[float] = deque(maxlen=50)
         self.step: float = 0
         self.elapsed = 0.0
@@ -96,7 +96,7 @@ class Stage:
     def read(self) -> None:
         with open(self.path, "rb") as file:
             stat = self.path.stat()
-            # A run that goes on from a checkpoint writes the file anew.
+            # A run resumed from a checkpoint rewrites the file.
             if stat.st_ino != self.inode or stat.st_size < self.offset:
                 self.begin(max(0, stat.st_size - LOG_BYTES))
             file.seek(self.offset)
@@ -104,13 +104,13 @@ class Stage:
         self.inode, self.changed = stat.st_ino, stat.st_mtime
         self.offset += len(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
-        # A line without an end is none of a log.
+        # A longer line does not come from a log.
         self.rest = self.rest[:READ_BYTES]
         for line in lines:
             self.add(read_object(line), len(line))
 
     def add(self, record: Json, size: int) -> None:
-        # Infinity comes from 1e999, and integers may be longer than any float.
+        # 1e999 becomes infinity, and integers may be larger than any float.
         numbers = {name: n for name, n in record.items() if isinstance(n, int | float) and abs(n) < 1e300}
         step = numbers.pop("step", None)
         if step is None:
@@ -122,7 +122,7 @@ class Stage:
         if "sample" in record and size < MOST_TEXT:
             self.samples[step] = record["sample"]
             if len(self.samples) > MOST_SAMPLES:
-                # The first one stays, to compare with.
+                # The first sample stays, for comparison.
                 del self.samples[sorted(self.samples)[1]]
         if "train/dt" in numbers:
             self.step = step + 1
@@ -199,7 +199,7 @@ def results_of(tag: str) -> dict[str, Json]:
 
 
 def speedrun_steps() -> list[Json]:
-    """The steps of the speedrun as scripts/once.py has noted them; a repeated step counts where it was last."""
+    """The speedrun's steps as scripts/once.py has recorded them; a repeated step counts at its last place."""
     steps: dict[str, Json] = {}
     for line in read_end(base_dir() / STEPS_LOG).split(b"\n"):
         if step := read_object(line):

@@ -1,4 +1,4 @@
-"""The web server itself, uvicorn: connections with deadlines, and an end that lets answers end first."""
+"""The web server itself, uvicorn: connections with deadlines, and a shutdown that lets answers end first."""
 import asyncio
 import signal
 import socket
@@ -10,9 +10,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanochat.serve.worker import ServedModel
 
-# Seconds for a whole request, and for a client to read what is ready.
+# Seconds for a client to send a request, or to read what is ready.
 WAIT_SECONDS = 60
-# Seconds after SIGTERM for unfinished answers, and then for clients to read the error that ends theirs.
+# Seconds after SIGTERM for answers to end, and then for clients to read the error that ends the others.
 DRAIN_SECONDS = 5
 CUT_SECONDS = 2
 # Each connection is an open file, and many systems allow a process 1,024 of them.
@@ -21,7 +21,7 @@ MAX_CONNECTIONS = 512
 
 class ImpatientProtocol(H11Protocol):
     """
-    A connection with deadlines for sending a request and for reading what was sent. There are at most MAX_CONNECTIONS:
+    A connection with deadlines for sending a request and for reading the response. There are at most MAX_CONNECTIONS:
     a new one replaces the connection that has kept the server waiting longest.
     """
 
@@ -30,18 +30,18 @@ class ImpatientProtocol(H11Protocol):
         self.turn_began = self.loop.time()
         self.check_deadline()
         if len(self.connections) > MAX_CONNECTIONS:
-            # This connection is one of them.
+            # Never empty: this connection is waiting.
             waiting = [other for other in self.connections if other.is_clients_turn()]
             oldest = min(waiting, key=lambda other: other.turn_began)
             self.connections.discard(oldest)
             oldest.transport.abort()
 
     def is_clients_turn(self) -> bool:
-        """Whether the client has to send the rest of a request, or to read."""
+        """Whether the client must send the rest of a request, or read."""
         return self.cycle is None or self.cycle.more_body or self.cycle.response_complete or self.flow.write_paused
 
     def check_deadline(self) -> None:
-        """The client's turn ends when its request is complete, or all is read; single bytes do not end it."""
+        """The client's turn ends when its request is complete, or everything is read; single bytes do not end it."""
         now = self.loop.time()
         if not self.is_clients_turn():
             self.turn_began = now
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             # A client could fill the log with warnings about malformed requests.
             log_level="error",
-            # Never reached, because connections are cut before: uvicorn would print a traceback for each.
+            # Never reached, because connections are cut earlier: uvicorn would print a traceback for each.
             timeout_graceful_shutdown=DRAIN_SECONDS + 2 * CUT_SECONDS,
         ))
         self.models, self.hurries = models, False
@@ -92,7 +92,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self.end_answers())
-        # Accepts no connection, and waits until the last response is read.
+        # Accepts no new connection, and waits until the last response is read.
         await super().shutdown(sockets)
         ending.cancel()
 

@@ -1,6 +1,6 @@
 """
-Answers of a prescribed form: JSON, JSON that fits a schema, a call of a function. llguidance (the extra "structured")
-compiles a grammar, which says after every token which tokens may come next; the engine draws among these only.
+Answers of a prescribed form: JSON, JSON that fits a schema, a function call. llguidance (the extra "structured")
+compiles a grammar, which says after every token which tokens may come next; the engine draws only among these.
 
 JSON has no blanks between its tokens: a model that may write blanks may write nothing else until max_tokens. For the
 same reason an object has only the properties that its schema lists, unless additionalProperties says otherwise, an
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_INTEGER = 2**53 - 1
-# Keywords of a JSON schema with schemas in them, as far as llguidance knows them. In MAPS each schema has a name, which
-# may be that of any keyword; PARTS have one schema or a list.
+# JSON schema keywords that contain schemas, as far as llguidance knows them. In MAPS each schema has a name, which may
+# equal any keyword; PARTS have one schema or a list.
 MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 PARTS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}
-# An extra pattern for each format whose fractions llguidance lets go on for ever.
+# An extra pattern for each format whose fractions may be endless in llguidance.
 POINT = r"^[^.]*(\.\d{1,6}([Zz+-].*)?)?$"
 FINITE = {"date-time": POINT, "time": POINT, "duration": r"^(\D+\d{1,9})*\D$"}
 # Two of these keywords in one schema describe the same object.
@@ -66,14 +66,14 @@ def json_grammar(schema: Json) -> str:
     """A grammar's expression for JSON that fits a schema."""
     schema = copy.deepcopy(schema)
     close(schema)
-    # llguidance's own options: a client's are replaced.
+    # llguidance's own options; they replace a client's.
     schema["x-guidance"] = {"whitespace_flexible": False}
     return f"%json {json.dumps(schema)}"
 
 
 def close(root: Json) -> None:
     """
-    Close what a schema leaves open: an object that lists its properties, and says nothing of others, gets no others;
+    Close what a schema leaves open: an object that lists its properties, and does not mention others, gets no others;
     integers, times and durations get limits. If a schema describes one object in several parts, closing a part would
     exclude the properties of the other parts, so all its objects stay open.
     """
@@ -95,7 +95,7 @@ def close(root: Json) -> None:
         types = schema.get("type")
         if not isinstance(types, list):
             types = [types]
-        # A number type besides, or listed values, have no need of limits.
+        # If numbers are also allowed, or values are listed, limits are not needed.
         if "integer" in types and "number" not in types and not schema.keys() & {"const", "enum"}:
             schema.setdefault("minimum", -MAX_INTEGER)
             schema.setdefault("maximum", MAX_INTEGER)
@@ -117,7 +117,7 @@ def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:
 
 @functools.cache
 def vocabulary_of(tokenizer: Tokenizer) -> "LLTokenizer":
-    """The tokenizer as llguidance has it. Takes half a second for 65,536 tokens."""
+    """The tokenizer in llguidance's form. Takes half a second for 65,536 tokens."""
     from llguidance.tiktoken import lltokenizer_from_encoding
 
     stop = [*default_stop(tokenizer)]

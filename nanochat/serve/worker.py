@@ -1,5 +1,5 @@
 """
-Many requests, one engine: it decodes for all of them in a process of its own (engine_process.py), and the event loop
+Many requests, one engine: the engine decodes for all of them in its own process (engine_process.py), and the event loop
 receives the text.
 
     pending = model.submit(request)         to the least loaded worker
@@ -28,13 +28,13 @@ from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, Chunks, Req
 ENGINE = "from nanochat.serve.engine_process import main; main()"
 # A terminal or service manager sends these to all processes. Only the web process reacts.
 SIGNALS = signal.SIGINT, signal.SIGTERM
-# Seconds beyond a request's time in which its engine has to end it.
+# Seconds beyond a request's time in which its engine must end it.
 SLACK = 10
 # Choices that may wait for each engine. One address may have half of them.
 MAX_QUEUE = 128
 # Every second an engine says that it is alive, if it waits for requests, has ended a step, or has used the processor.
-# So an engine that is slow is not taken for one that hangs: that one is stopped, or waits for an event that never
-# comes. After HUNG_AFTER seconds of silence, or of a single step, other engines get its requests; after DEAD_AFTER of
+# So a slow engine is not mistaken for a hanging one, which is stopped or waits for an event that never comes. After
+# HUNG_AFTER seconds of silence, or of a single step, other engines get its new requests; after DEAD_AFTER seconds of
 # silence it is ended, and its requests with it. STUCK_AFTER is the limit for a step that computes, and for silence
 # during loading.
 HUNG_AFTER = 10
@@ -47,7 +47,7 @@ class Pending:
 
     def __init__(self, request: Request, worker: "Worker"):
         self.request, self.worker = request, worker
-        # Numbers of the choices that have not ended, and of those that have begun.
+        # Numbers of the choices that have not ended, and that have begun.
         self.open = set(range(request.size))
         self.begun: set[int] = set()
         self.deadline = request.started + TIMEOUT + SLACK
@@ -96,7 +96,7 @@ class Worker:
         self.state = "loading"
         self.pending: dict[int, Pending] = {}   # open requests by id
         self.silence = 0                        # seconds since the last message
-        self.step_age = 0.0                     # seconds that the present step had taken at that message
+        self.step_age = 0.0                     # seconds that the current step had taken at that message
 
     @property
     def load(self) -> int:
@@ -134,7 +134,7 @@ class Worker:
         return process, ours
 
     def stop(self) -> None:
-        """Kill the process. Its requests end now, with an error, because the process may take a while to go."""
+        """Kill the process. Its requests end now, with an error, because the process may take a while to end."""
         if self.alive:
             self.state = "stopping"
         self.end_all("")
@@ -164,7 +164,7 @@ class Worker:
     async def watch(self) -> None:
         """
         End a silent engine, and requests that it has not ended in time. Silence is counted in iterations of this loop:
-        while this process itself is stopped, as by Ctrl-Z, no silence adds up.
+        while this process itself is stopped, as by Ctrl-Z, no silence is counted.
         """
         while self.alive:
             await asyncio.sleep(1)
@@ -182,7 +182,7 @@ class Worker:
     def deliver(self, batch: Batch) -> None:
         for id, item in batch.items():
             pending = self.pending.get(id)
-            # None: the request was cancelled while this was on its way.
+            # None: the request was cancelled while the message was coming.
             if pending is None:
                 continue
             pending.receive(item)
@@ -235,8 +235,8 @@ class ServedModel:
 
     def choose(self, request: Request) -> Worker:
         """
-        The home of all prompts with this beginning, so that the prompt cache helps, while a place is free there; else
-        the least loaded worker.
+        The home worker of all prompts with this beginning, whose prompt cache helps, if it has a free place; else the
+        least loaded worker.
         """
         alive = [worker for worker in self.workers if worker.alive]
         if not alive:
