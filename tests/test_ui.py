@@ -465,7 +465,7 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     me.limit(Max_tokens=100)
     me.say("Hello")
     me.button("Cancel").click()
-    assert "wants a key" in error.inner_text() and me.page.locator(".question").inner_text() == "Hello"
+    assert "needs a key" in error.inner_text() and me.page.locator(".question").inner_text() == "Hello"
     me.button("Enter key").click()
     key.fill(KEY)
     key.press("Enter")
@@ -518,7 +518,7 @@ def test_the_oldest_turns_leave_by_themselves(visit):
         assert (read(), forgotten.count(), error.count()) == (questions, count, 0)
         assert me.asked[-1]["messages"][0]["role"] == "system" and me.asked[-1]["truncation"] == "auto"
     below = me.page.locator(".turn").evaluate_all("(all) => all.map((one) => getComputedStyle(one, '::after').content)")
-    assert [words for words in below if "no longer reads" in words] == ['"The model no longer reads what is above"']
+    assert [words for words in below if "no longer reads" in words] == ['"The model no longer reads the turns above"']
     me.page.reload()
     assert forgotten.count() == 3
 

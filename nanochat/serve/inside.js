@@ -1,17 +1,17 @@
-// ---- Inside an answer: each token with its probability and the next likely ones, and where it comes from
+// ---- Inside an answer: each token with its probability, the likeliest alternatives, and its origin
 
-const insides = new WeakMap();  // turn -> its tokens as the server sent them; not stored, as they are long
+const insides = new WeakMap();  // turn -> its tokens as the server sent them; not stored, because they are long
 
-const KINDS = {  // of a token: what a reader is told about it
-  mark: "a mark of the format, not shown in the answer",
-  call: "part of a call of a tool",
+const KINDS = {  // kinds of tokens, as explained to the reader
+  mark: "a format mark, not shown in the answer",
+  call: "part of a tool call",
   read: "the tool's result: read by the model, not written",
   asked: "copied from your question",
   quoted: "copied from the passage",
   free: "chosen by the model",
 };
 
-/** Take in the log-probabilities of an event: `content` are the text's tokens, `others` marks, calls and results. */
+/** Take in an event's log-probabilities: `content` has the text's tokens, `others` has marks, calls and results. */
 function takeIn(turn, logprobs) {
   if (logprobs) insides.get(turn).push(...(logprobs.others ?? []), ...(logprobs.content ?? []));
 }
@@ -33,7 +33,7 @@ function copies(parts, question) {
   return found;
 }
 
-/** The tokens in the order of the answer, each with its kind. Of tokens at one place, those without text come first. */
+/** The tokens in the order of the answer, each with its kind. At the same place, tokens without text come first. */
 function tokensOf(turn) {
   const tokens = [...insides.get(turn) ?? []], isMark = ({ token }) => /^<\|.*\|>$/.test(token), stretches = copies(turn.parts, turn.question);
   const ends = [];
@@ -50,10 +50,10 @@ function percent(logprob) {
   const p = Math.exp(logprob);
   return p >= 0.9995 ? "100%" : p < 0.0005 ? "<0.1%" : `${(100 * p).toFixed(1)}%`;
 }
-/** Blanks and line ends as signs that can be seen. */
+/** Blanks and line ends as visible characters. */
 function visible(token) { return token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ | $/g, "␣"); }
 
-/** The panel under an answer: its tokens, one of which is open. One stop of the tab key; arrow keys go from token to token. */
+/** The panel under an answer: its tokens, one of them open. The tab key stops here once; arrow keys move between tokens. */
 function lookInside(turn) {
   const tokens = tokensOf(turn), about = el("div", { className: "about", ariaLive: "polite" });
   const open = (at, focus = true) => {
@@ -77,7 +77,7 @@ function lookInside(turn) {
   const kinds = Object.keys(KINDS).filter((kind) => tokens.some((token) => token.kind === kind));
   const legend = el("ul", { className: "small legend" }, ...kinds.map((kind) => el("li", {}, el("span", { className: `token ${kind}` }, kind), KINDS[kind])),
     el("li", {}, "The redder, the less probable."));
-  // The least probable token that the model wrote is the one to begin with.
+  // At first the least probable token that the model wrote is open.
   const written = tokens.map((token, i) => [token.kind === "read" ? 1 : token.logprob, i]);
   open(written.reduce((a, b) => b[0] < a[0] ? b : a)[1], false);
   return el("section", { className: "inside", ariaLabel: "Inside the answer" }, list, about, legend);

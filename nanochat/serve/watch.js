@@ -1,14 +1,14 @@
-// ---- The view of the training runs: what the server answers to `runs`, shown anew every two seconds.
-// Elements are made once for each run and changed in place, so that focus, cursors and opened tables stay.
+// ---- The view of the training runs: the server's answer to `runs`, updated every two seconds.
+// Elements are made once for each run and changed in place, so focus, cursors and opened tables stay.
 
 const STAGES = { base: "Pretraining", mid: "Mid-training", sft: "Fine-tuning", rl: "Rewards" };
-const CHARTS = [  // those that a stage has no numbers for are not shown
+const CHARTS = [  // charts for which a stage has no numbers are hidden
   { name: "val/bpb", title: "Held-out text", unit: "bits per byte", scale: "log", floor: true },
   { name: "train/loss", title: "Training loss", unit: "nats per token", scale: "log" },
-  { name: "eval/pass@1", title: "Held-out problems that are right", unit: "", scale: "percent" },
-  { name: "rl/reward", title: "Reward of its own answers", unit: "mean of a step", scale: "percent" },
+  { name: "eval/pass@1", title: "Held-out problems solved", unit: "", scale: "percent" },
+  { name: "rl/reward", title: "Reward of the model's answers", unit: "mean per step", scale: "percent" },
   { name: "train/tok_per_sec", title: "Throughput", unit: "tokens per second", scale: "zero" },
-  { name: "train/lrm", title: "Learning rate", unit: "times the first one", scale: "zero" },
+  { name: "train/lrm", title: "Learning rate", unit: "relative to the first", scale: "zero" },
 ];
 const WATCHES = document.documentElement.dataset.watches === "yes";
 const POLL = 2000, POLL_HIDDEN = 10000;  // ms; hidden: only to learn of a new model
@@ -26,7 +26,7 @@ function svg(tag, attributes = {}, ...children) {
 function span(seconds) {
   return seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
-/** Three digits, but whole numbers whole: 0.0339, 1.18, 34,098. */
+/** Three digits, or a whole number from 1,000 on: 0.0339, 1.18, 34,098. */
 function figure(value, scale = "") {
   if (scale === "percent") return `${(100 * value).toFixed(1)}%`;
   return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
@@ -65,7 +65,7 @@ async function poll() {
   pollTimer = setTimeout(poll, $("training").hidden ? POLL_HIDDEN : POLL);
 }
 
-/** Other models are served than before. Nobody is taken away from what they look at: a line says that one can chat. */
+/** The served models have changed. The view stays the same; a line says that a model can chat. */
 async function meet() {
   const none = !models.length;
   await loadModels();
@@ -74,7 +74,7 @@ async function meet() {
     $("canChat").replaceChildren(`${name} can chat now. `, el("a", { href: "#chat" }, "Talk to it"));
     $("canChat").hidden = false;
   }
-  if (none && !location.hash) history.replaceState(null, "", "#training");  // until they choose
+  if (none && !location.hash) history.replaceState(null, "", "#training");  // until the user chooses
 }
 
 // ---- All runs
@@ -103,31 +103,31 @@ function showRuns({ runs, steps: done }) {
 }
 
 /**
- * Seconds left for the whole speedrun: of a training at work by its own steps, of steps to come by the estimate, times how
- * much longer than estimated the others took. Null where nobody knows: no estimate, a step that failed or is stuck.
+ * Seconds left for the whole speedrun: for a running training, from its own steps; for steps to come, the estimate, times
+ * how much longer than estimated the others took. Null if unknown: no estimate, a step that failed or is stuck.
  */
 function secondsLeft({ runs, steps: done, expected }, now) {
   const names = Object.keys(expected), at = names.indexOf(done.at(-1)?.name);
   if (at < 0 || done.at(-1).code) return null;
   const trainings = Object.fromEntries(runs.flatMap(({ tag, stages }) => Object.entries(stages).map(([stage, state]) => [`${stage}-${tag}`, state])));
-  let took = 60, planned = 60, left = 0;  // at first the estimate is believed, for a minute's work
+  let took = 60, planned = 60, left = 0;  // at first the estimate counts as right for a minute's work
   for (const step of done) {
     const training = trainings[step.name], whole = expected[step.name], atWork = step === done.at(-1) && !step.ended;
     const isNew = training && now - training.age > step.began, known = atWork && isNew && training.step >= 10;  // the first step compiles
-    // Of a training that went on, this start has been a part only.
+    // A resumed training has run before this start as well.
     const spent = Math.max((step.ended ?? now) - step.began, isNew ? training.elapsed : 0);
     if (atWork) {
-      // What holds steps up now may end, so their mean counts where that is less.
+      // Present delays may end, so the mean of all steps counts if it gives less.
       left = known ? Math.min(training.left, training.elapsed * (training.steps / training.step - 1)) : Math.max(0, whole * took / planned - spent);
       if (known ? isQuiet(training) : spent > 60 + 3 * whole * took / planned) return null;
     }
     if (whole && (known || step.ended && !step.code)) { took += spent + left; planned += whole; }
   }
   left += names.slice(at + 1).reduce((sum, name) => sum + expected[name], 0) * took / planned;
-  return left > 0 ? left : null;  // nor where a file is damaged
+  return left > 0 ? left : null;  // null also if a file is damaged
 }
 
-/** The steps of the speedrun, if it is one: what is done now, how long each took, and what is left. */
+/** The steps of the speedrun, if there is one: the current step, how long each took, and the time left. */
 function showSteps(done, left) {
   const last = done.at(-1);
   $("speedrun").hidden = !last;
@@ -148,7 +148,7 @@ function newRun(tag) {
   const view = { stage: "", at: null, charts: new Map(), buttons: {} };
   view.title = el("h2", {}, tag);
   view.now = el("p", { className: "now" });
-  view.bar = el("progress", { max: 1, ariaLabel: "Steps of this stage that are done" });
+  view.bar = el("progress", { max: 1, ariaLabel: "Finished steps of this stage" });
   for (const [stage, name] of Object.entries(STAGES)) {
     const state = el("span", { className: "small" });
     const open = el("button", { type: "button", onclick: () => { view.stage = stage; view.at = null; showRuns(lastRuns); } }, el("span", {}, name), state);
@@ -169,7 +169,7 @@ function newRun(tag) {
   return view;
 }
 
-/** Whether a stage is silent for longer than its steps explain. */
+/** Whether a stage has been silent for longer than its steps explain. */
 const isQuiet = ({ step, age, elapsed }) => age > Math.max(120, step ? 20 * elapsed / step : 0);
 
 /** A stage in words: done, at work, or silent for longer than its steps explain. */
@@ -208,7 +208,7 @@ function updateSamples(view, samples) {
   view.samples.hidden = !samples.length;
   if (!samples.length) return;
   const at = view.at === null ? samples.length - 1 : Math.min(view.at, samples.length - 1), [step, texts] = samples[at];
-  view.at = at === samples.length - 1 ? null : at;  // at the end it follows the run
+  view.at = at === samples.length - 1 ? null : at;  // at the end the slider follows the run
   Object.assign(view.range, { min: 0, max: samples.length - 1, value: at });
   view.range.ariaValueText = `step ${step}`;
   view.range.hidden = samples.length < 2;
@@ -227,7 +227,7 @@ function updateTable(view, names, results) {
   }))));
 }
 
-// ---- A chart, drawn by hand: an SVG as wide as its place, a cursor for mouse, finger and arrow keys, and a table
+// ---- A chart, drawn by hand: an SVG as wide as its container, a cursor for mouse, finger and arrow keys, and a table
 
 function newChart({ title, unit, scale }) {
   const view = { points: [], at: null };
@@ -257,7 +257,7 @@ function newChart({ title, unit, scale }) {
 }
 
 function updateChart(view, { name, unit, scale }, points, floor, allSteps) {
-  const positive = points.every(([, value]) => value > 0);  // a policy's loss has no sign, so no logarithm
+  const positive = points.every(([, value]) => value > 0);  // a policy's loss may be negative: no logarithm
   const log = scale === "log" && positive;
   view.root.hidden = !points.length;
   if (!points.length) return;
