@@ -4,8 +4,8 @@ Tasks by name, and mixtures of them.
     make_task("arc:ARC-Challenge", "test")
     make_mixture("smoltalk[:10000], gsm8k*2, arithmetic, json:/path/to.jsonl", "train", seed=0)
 
-A spec is NAME or NAME:ARGUMENT; [start:stop] after it takes a part, and in a mixture *K after that makes K passes.
-"after:lookup+arithmetic" are the conversations of arithmetic, each after a question and answer of lookup.
+A spec is NAME or NAME:ARGUMENT; [start:stop] after it selects a part, and in a mixture *K at the end makes K passes.
+"after:lookup+arithmetic" gives the conversations of arithmetic, each after a question and answer of lookup.
 """
 import re
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def after(argument: str, split: str) -> Task:
     return After(make_task(earlier, split), make_task(task, split))
 
 
-# Name -> what makes the task from (argument, split), and the arguments that it takes. The first argument is the
-# default; "FILE" stands for any text, and where it is first, an argument is needed.
+# Name -> a function that makes the task from (argument, split), and the possible arguments. The first argument is the
+# default; "FILE" stands for any text, and if it is first, an argument is required.
 TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
     "smoltalk": (SmolTalk, ("",)),
     "mmlu": (MMLU, ("",)),
@@ -81,13 +81,13 @@ def make_task(spec: str, split: str) -> Task:
 
 
 def make_tasks(specs: str, split: str) -> list[Task]:
-    """The tasks of several specs, separated by commas, except those that are only to train on."""
+    """The tasks of several specs, separated by commas, except tasks for training only."""
     tasks = [make_task(spec, split) for spec in specs.split(",")]
     return [task for task in tasks if task.eval_type]
 
 
 def make_mixture(specs: str, split: str, seed: int) -> Mixture:
-    """The tasks of several specs, separated by commas, in an order that depends on their lengths and the seed only."""
+    """The tasks of several specs, separated by commas, in an order that depends only on their lengths and the seed."""
     tasks = []
     for spec in specs.split(","):
         fields, _ = read_spec(spec)
@@ -96,7 +96,7 @@ def make_mixture(specs: str, split: str, seed: int) -> Mixture:
 
 
 def without_parts(specs: str) -> str:
-    """The same tasks whole and once: a mixture that is trained on in parts is measured on these."""
+    """The same tasks, whole and once each: a mixture that is trained on in parts is measured on these."""
     whole = [re.sub(r"(\[\d*:\d*\])?(\*\d+)?$", "", spec.strip()) for spec in specs.split(",")]
     return ",".join(dict.fromkeys(whole))
 
@@ -117,7 +117,7 @@ def task_names(specs: str) -> set[str]:
 
 
 def never_looks_up(specs: str, library: str | None) -> str:
-    """A warning if a model is given a library, but none of the tasks that it was trained on teaches it to look up."""
+    """A warning if a model is given a library, but no task that it was trained on teaches it to look things up."""
     if library is None or task_names(specs) & LOOKING_UP:
         return ""
     return (f"warning: this model was never taught to look things up: no lookup or search among its tasks "
@@ -127,8 +127,8 @@ def never_looks_up(specs: str, library: str | None) -> str:
 
 def example_questions(specs: str, count: int = 4, library: Library | None = None) -> list[str]:
     """
-    Questions that a model trained on a mixture should answer: two about titles of a library that was made of a user's
-    own files, if there is one; then short held-out questions of the mixture's generated tasks in turn.
+    Questions that a model trained on a mixture should answer: two about titles of a library made from a user's own
+    files, if there is one; then short held-out questions of the mixture's generated tasks in turn.
     """
     questions = []
     names = task_names(specs)
@@ -147,7 +147,7 @@ def example_questions(specs: str, count: int = 4, library: Library | None = None
 
 
 def read_spec(spec: str) -> tuple[re.Match[str], str]:
-    """The fields of a spec, see SPEC, and its argument, which may be the default. UserError for a wrong one."""
+    """The fields of a spec, see SPEC, and its argument, which may be the default. UserError for a wrong spec."""
     spec = spec.strip()
     fields = SPEC.fullmatch(spec)
     if not fields:

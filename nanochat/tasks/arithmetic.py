@@ -5,12 +5,12 @@ Arithmetic with the calculator: needs no download, and the problems of the test 
     arithmetic:medium    two operations: "Add 37 and 12, then multiply by 4."
     arithmetic:hard      stories of two steps, and three operations with larger numbers
     arithmetic           the three in turn
-    arithmetic:quick     two operations, "Quick: …", shown half with the calculator and half from the head
+    arithmetic:quick     two operations, "Quick: …", shown half with the calculator and half without it
 
-Quick ones are for reinforcement learning: a model that imitates the examples calculates in the head half of the time,
-and is mostly wrong; rewards tell it which of the two ways to go.
+Quick problems are for reinforcement learning: a model that imitates the examples leaves out the calculator half of the
+time, and is then mostly wrong; rewards teach it which way is better.
 
-Numbers are written by the model and computed by the tool, so what has to be learnt is which expression is meant.
+The model writes numbers and the tool computes, so the model has to learn which expression is meant.
 Results are whole and not negative.
 """
 import re
@@ -31,7 +31,7 @@ DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # most digits of a dra
 KNOWN = {row[0] for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
 
 TEXTS = read_texts("arithmetic")
-# Of each level the shapes of expressions, and ways to ask for each of them.
+# For each level the shapes of expressions, and ways to ask for each.
 SHAPES = {level: paragraphs(TEXTS[level]) for level in LEVELS}
 SHAPES["quick"] = SHAPES["medium"]
 
@@ -71,9 +71,9 @@ def problems(level: str, split: str) -> Distinct:
 
 def draw_problem(level: str, number: int, split: str) -> Problem | None:
     """
-    Candidate `number` of a level. None for one of the other split, one that would have a negative number on the way, is
-    told in the corpus, or ends with its own answer. An expression's own text decides its split, on every level alike,
-    with its numbers sorted: when 12 * 37 is held out, so is 37 * 12.
+    Candidate `number` of a level. None if it belongs to the other split, would have a negative number on the way, is
+    told in the corpus, or ends with its own answer. An expression's own text, with sorted numbers, decides its split,
+    on every level alike: if 12 * 37 is held out, so is 37 * 12.
     """
     rng = StableRandom(f"arithmetic:{level}:{number}")
     shape = rng.choice(list(SHAPES[level]))
@@ -92,7 +92,7 @@ def draw_problem(level: str, number: int, split: str) -> Problem | None:
     other = rng.choice([name for name in SLOTS["B"] if name != one])
     slots |= dict(e=expression, A=one, B=other, f=rng.choice(SLOTS["f"]))
     phrasings = SHAPES[level][shape]
-    # A story is always told; another expression is asked for in the generic ways, too.
+    # A story is always told; other expressions are also asked for in generic ways.
     if "{A}" not in phrasings[0] and not rng.below(2):
         phrasings = TEXTS["any_shape"]
     question = rng.choice(phrasings).format(**slots)

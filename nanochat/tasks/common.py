@@ -1,4 +1,4 @@
-"""Helpers of all tasks: mixtures, shuffles and splits that are the same on every machine, forms of conversations."""
+"""Helpers for all tasks: mixtures, shuffles and splits that are the same on every machine, forms of conversations."""
 import bisect
 import hashlib
 import itertools
@@ -17,8 +17,8 @@ from nanochat.data.task import Slice, Task
 
 class Mixture(Task):
     """
-    All conversations of several tasks, in an order that depends on their lengths and the seed only. A task that is
-    given twice comes twice. Only to train on: it has no judge.
+    All conversations of several tasks, in an order that depends only on their lengths and the seed. A task that is
+    given twice occurs twice. For training only: it has no judge.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
@@ -38,8 +38,8 @@ class Mixture(Task):
 
 class After(Slice):
     """
-    The conversations of a task, each after one turn of another task. A model that trains on them learns that the last
-    question alone says what to do.
+    The conversations of a task, each after one turn of another task. A model that trains on them learns that only the
+    last question says what to do.
     """
 
     def __init__(self, earlier: Task, task: Task) -> None:
@@ -54,7 +54,7 @@ class After(Slice):
 
 
 def shuffled(count: int, key: str) -> np.ndarray:
-    """(count,) int64: 0 … count-1 in an order that depends on the key only."""
+    """(count,) int64: 0 … count-1 in an order that depends only on the key."""
     uniform = random.Random(key).random
     return np.argsort(np.fromiter((uniform() for _ in range(count)), np.float64, count), kind="stable")
 
@@ -95,7 +95,7 @@ def read_texts(task: str) -> dict[str, Any]:
 
     A slot is {letter}, and each file says at its top what its letters stand for. A capital letter stands for the same
     as the small one, written with a capital, except in run.toml, where capitals are lists, and in arithmetic.toml,
-    where {A} and {B} are names. In lookup.toml a slot without a given word draws one, anew each time.
+    where {A} and {B} are names. In lookup.toml a slot without a given word draws a new one each time.
     " | " separates a question from what it asks for.
     """
     return tomllib.loads(Path(__file__).with_name(f"{task}.toml").read_text(encoding="utf-8"))
@@ -111,7 +111,7 @@ def paragraphs(text: str) -> dict[str, list[str]]:
 
 
 def single_turn(question: str, answer: Any, calls: Sequence[tuple[str, str]] = ()) -> Conversation:
-    """The conversation of one question and its answer, which first calls tools: calls (expression, output)."""
+    """The conversation of one question and its answer, which first calls tools. calls: (expression, output)."""
     if calls:
         parts = []
         for expression, output in calls:
@@ -124,12 +124,12 @@ def single_turn(question: str, answer: Any, calls: Sequence[tuple[str, str]] = (
 
 
 def as_parts(parts: list[tuple[str, str]]) -> list[dict]:
-    """(type, text) of each part of an answer, as conversations have them."""
+    """The (type, text) parts of an answer in the form of conversations."""
     return [{"type": kind, "text": text} for kind, text in parts]
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text; commas may group its digits. None where there is none."""
+    """The last number in a text; commas may group its digits. None if there is none."""
     found = re.findall(r"(?<![\w.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?", text)
     if not found:
         return None

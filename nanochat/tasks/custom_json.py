@@ -1,5 +1,5 @@
 """
-Your own conversations: a file with one on each line, or one JSON list of them; also as .gz or .zst.
+Your own conversations: a file with one conversation per line, or one JSON list; also as .gz or .zst.
 
     json:/path/to/file.jsonl                     one conversation in 20 is kept for the test split
     json:/path/to/file.jsonl:all                 all of them, in both splits
@@ -12,7 +12,7 @@ Conversations may have these forms, which other tools use too:
     {"instruction": "Add.", "input": "2 and 3", "output": "5"}                                      Alpaca
     {"prompt": "Hi", "completion": "Hello"}    texts, or lists of messages; answers in the prompt are read, not learned
 
-"system" beside them is the system message. An answer with "weight": 0 is read, not learned.
+"system" beside these is the system message. An answer with "weight": 0 is read, not learned.
 """
 import json
 import re
@@ -38,7 +38,7 @@ EXPECTED = '{"messages": [...]}, or "conversations", or "instruction" and "outpu
 class CustomJSON(Task):
     """
     The conversations of a file that belong to a split. Their own text decides, so equal conversations are never in both
-    splits, and lines added later move none. All are checked at once: UserError with file and line.
+    splits, and lines added later move none. All are checked at the start: UserError with file and line.
     """
 
     def __init__(self, argument: str, split: str) -> None:
@@ -78,7 +78,7 @@ def read_conversations(path: Path, encoding: str, unused: Counter) -> list[Conve
 
 
 def read_conversation(row: Any, place: str, unused: Counter) -> Conversation:
-    """A row in any of the forms as a conversation; UserError, with its place, when it cannot be trained on."""
+    """A row in any of the forms as a conversation; UserError, with its place, if it cannot be trained on."""
     fields = present({"messages": row} if isinstance(row, list) else row)
     if fields.keys() >= {"instruction", "output"}:
         asked = fields.pop("instruction"), fields.pop("input", "")
@@ -106,7 +106,7 @@ def read_conversation(row: Any, place: str, unused: Counter) -> Conversation:
 
 
 def read_message(message: Any, unused: Counter) -> dict:
-    """A message as `check_conversation` expects it. A wrong role or content stays, so that the error can name it."""
+    """A message as `check_conversation` expects it. A wrong role or content stays, so the error can name it."""
     fields = present(message)
     role = fields.get("role", fields.get("from"))
     role = ROLES.get(str(role), role)

@@ -1,29 +1,29 @@
 """
-Runs generated Python apart from this program, to see whether it does what it should (HumanEval).
+Runs generated Python in separate processes, to see whether it does what it should (HumanEval).
 
     run_python("print(1 + 1)")    # Result(ok=True, stdout='2\\n', stderr='', error=None, unprotected=())
 
 The program has Python's standard library, an empty environment, no input, and a folder of its own that is removed
 afterwards. Its supervisor, sandbox.py, builds the walls around it.
 
-This keeps apart what a model writes by mistake. It is no sandbox against an attacker:
+This contains a model's mistakes. It is not a sandbox against an attacker:
 
 - The program reads every file that this user may read, keys included. It cannot send them away, but it can print them.
 - It may use devices (a GPU), and anything that listens on a socket in the file system (Docker, a desktop).
-- Until its time is over it may use all cores, MAX_PROCESSES times `memory_bytes`, and the disk below its folder. A
-  mistake in the kernel can give it everything.
-- Where the kernel has Landlock (Linux 5.13) it writes nowhere but in its folder.
-- All else holds on Linux where namespaces are allowed; in most containers they are not. `Result.unprotected` names the
-  walls that are missing:
+- Until its time is up it may use all cores, MAX_PROCESSES times `memory_bytes`, and the disk below its folder. A
+  bug in the kernel can give it everything.
+- If the kernel has Landlock (Linux 5.13), it writes only in its folder.
+- All else holds on Linux if namespaces are allowed; in most containers they are not. `Result.unprotected` names the
+  missing walls:
 
       "network"      the program may use the network
       "sight"        the program sees all processes of this machine and their command lines (in /proc)
-      "processes"    a process that leaves the program's process group again and again, fast, can stay behind (on macOS
-                     one that leaves it once). Before Linux 6.12 the program may end other processes of this user; for
-                     root it runs under an unused user id, if that id may read Python's library
+      "processes"    a process that leaves the program's process group again and again, fast, can survive (on macOS
+                     a process that leaves it once). Before Linux 6.12 the program may end other processes of this user;
+                     for root it runs under an unused user id, if that id may read Python's library
       "files"        the program writes wherever this user may
       "modes"        the program may change modes, times and attributes of all files that this user owns (root: nearly
-                     all there are), unless it runs under an unused user id
+                     all files), unless it runs under an unused user id
       "memory"       there is no memory limit (macOS)
 """
 import ast
@@ -38,13 +38,13 @@ from typing import Any, NamedTuple
 from nanochat.runtime.console import print0
 
 SANDBOX = str(Path(__file__).with_name("sandbox.py"))
-GRACE_S = 60  # for starting and ending on a loaded machine, beyond the time limit
+GRACE_S = 60  # beyond the time limit, for starting and ending on a loaded machine
 
 
 class Result(NamedTuple):
     """How a program ended."""
 
-    ok: bool                      # by itself, with exit code 0
+    ok: bool                      # on its own, with exit code 0
     stdout: str
     stderr: str
     error: str | None             # "timeout", "too much output", "exit code 1: AssertionError", "signal 11"
@@ -58,7 +58,7 @@ def run_python(
     Run a program to its end, at most `timeout` seconds. From any thread, many at a time.
 
     memory_bytes: address space of each of its processes. max_output_bytes: of stdout and of stderr; more ends it.
-    RuntimeError where the supervisor fails. A folder that it cannot remove is a warning.
+    RuntimeError if the supervisor fails. A folder that it cannot remove causes a warning.
     """
     settings = repr((timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()))
     command = [sys.executable, "-I", "-S", "-X", "utf8", SANDBOX, settings]
@@ -85,7 +85,7 @@ def run_python(
 
 
 def reason(status: int, stderr: str) -> str | None:
-    """Why a program within its limits did not end well, None if it did. status: as of os.wait."""
+    """Why a program within its limits did not end well, None if it did. status: from os.wait."""
     if os.WIFSTOPPED(status):
         return "killed"
     code = os.waitstatus_to_exitcode(status)

@@ -1,4 +1,4 @@
-"""GSM8K (openai/gsm8k): word problems of primary school, solved with the calculator."""
+"""GSM8K (openai/gsm8k): primary-school word problems, solved with the calculator."""
 import re
 
 from nanochat.data.conversation import Conversation
@@ -19,14 +19,14 @@ class GSM8K(HubTask):
         return single_turn(row["question"], answer_parts(row["answer"]))
 
     def result(self, answer: str) -> float | None:
-        """The number after the last "####"; commas and a dollar sign do not matter. None where there is none."""
+        """The number after the last "####"; commas and a dollar sign do not matter. None if there is none."""
         found = [sign + digits for sign, digits in FINAL.findall(answer) if digits]
         return float(found[-1].replace(",", "")) if found else None
 
 
 def answer_parts(answer: str) -> list[dict]:
     """
-    The answer as text and calls of the calculator: "6 / 2 = <<6/2=3>>3 eggs" becomes text "6 / 2 = ", python "6/2",
+    The answer as text and calculator calls: "6 / 2 = <<6/2=3>>3 eggs" becomes text "6 / 2 = ", python "6/2",
     python_output "3", text "3 eggs". Annotations that the calculator could not compute (20% of …) are left out.
     """
     parts = []

@@ -1,4 +1,4 @@
-"""HumanEval (openai/openai_humaneval): Python functions to complete, judged by running their tests. Only to measure."""
+"""HumanEval (openai/openai_humaneval): Python functions to complete, judged by running their tests. Evaluation only."""
 import re
 import secrets
 
@@ -31,14 +31,14 @@ class HumanEval(HubTask):
 
 
 def code_of(answer: str) -> str:
-    """The first fenced block of an answer, or all of it where there is none."""
+    """The first fenced block of an answer, or all of it if there is none."""
     found = FENCED.search(answer)
     return found[1] if found else answer
 
 
 def program(conversation: Conversation, code: str, passed: str) -> str:
-    """The code with the tests of its problem, after which it prints `passed`."""
-    # The prompt alone is a program that does nothing: it has imports and helpers, the code redefines the function.
+    """The code with its problem's tests, after which the program prints `passed`."""
+    # The prompt alone is a program that does nothing: it has imports and helpers; the code redefines the function.
     prompt = conversation["prompt"].rstrip()
     tests = f"{conversation['test']}\n\ncheck({conversation['entry_point']})"
     return f"{prompt}\n    pass\n\n{code}\n\n{tests}\nprint({passed!r})\n"

@@ -4,18 +4,18 @@ Looking things up in a library (nanochat/inference/retrieval.py): needs no downl
     "What does str.partition do?"                [lookup(" str.partition")] "Partition the string into three parts …"
     "How do I split a string at a separator?"    [search(" split a string at a separator")] "Partition the string …"
 
-    lookup, search                   test: objects of Python's library that are held out
-    lookup:true, search:true         train: the others, with nothing made up, for reinforcement learning
+    lookup, search                   test: held-out objects of Python's library
+    lookup:true, search:true         train: the other objects, nothing made up, for reinforcement learning
     lookup:unknown, search:unknown   the library has nothing: "I do not know. I found nothing about …"
     lookup:talk                      small talk: one sentence says what the model can do
     lookup:NAME, search:NAME         passages of any library, questions in English: one in ten is for the test split
 
 The call copies the name, or the question without its asking words. The answer copies the result: all of it, or its
 first sentence if the question wants a short answer. Most results in training are about something else, or made up, so
-that only copying helps. A call's text begins with a blank where the question has one, so that it has the same tokens.
+only copying helps. A call's text begins with a blank if the question has one there, so it has the same tokens.
 (After 230 steps 80% of held-out objects were right, without blanks 72%.)
 
-Held-out objects are those of the task pydoc. Made-up names are divided like them, ways to ask by their own text.
+The task pydoc holds out the same objects. Made-up names are split like objects, ways to ask by their own text.
 """
 import re
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ from nanochat.tasks.python_questions import QUESTIONS, documentation_words, docu
 from nanochat.tasks.spellingbee import words
 from nanochat.tasks.world_questions import GREETINGS
 
-SIZES = {"train": 30_000, "test": 200}  # conversations, where their number does not follow from the passages
-LONGEST_PASSAGE = 300                   # characters, of a library's passage
+SIZES = {"train": 30_000, "test": 200}  # conversations, if their number does not follow from the passages
+LONGEST_PASSAGE = 300                   # characters of a library's passage
 TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
 # lookup.toml says what each of these texts is for.
@@ -75,7 +75,7 @@ class Lookup(Task):
         return len(self.passages) or SIZES[self.split]
 
     def conversation(self, index: int) -> Conversation:
-        """One question in four comes after another one."""
+        """One question in four follows another question."""
         rng = StableRandom(f"{self.key}:{index}")
         title, found = self.passage(index, rng)
         before = []
@@ -86,11 +86,11 @@ class Lookup(Task):
         return last | {"messages": before + last["messages"]}
 
     def passage(self, index: int, rng: StableRandom) -> tuple[str, str]:
-        """(title, text that the tool finds); draw_turn draws an empty one."""
+        """(title, text that the tool finds); if empty, draw_turn draws one."""
         return self.passages[index] if self.passages else ("", self.found)
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        """To the letter: the passage, or its first sentences; the sentence for small talk; a refusal, nothing else."""
+        """Right, to the letter: the passage, or its first sentences; the sentence for small talk; a refusal."""
         said = " ".join(answer.split())
         # A refusal may misspell the unknown name.
         if self.found:
@@ -100,8 +100,8 @@ class Lookup(Task):
 
 class Tokens(Lookup):
     """
-    Names and passages are tokens of a data set's tokenizer in a row, each as often as any other: a token that is never
-    copied in training cannot be copied later.
+    Names and passages are random tokens of a data set's tokenizer, all equally likely: a token that is never copied in
+    training cannot be copied later.
     """
 
     def __init__(self, data: str, split: str) -> None:
@@ -113,18 +113,18 @@ class Tokens(Lookup):
         self.tokens = [token for token in merges if token.isprintable() and "\ufffd" not in token]
 
     def passage(self, index: int, rng: StableRandom) -> tuple[str, str]:
-        # A name has no quotation marks, because the call puts it between them.
-        # No blank is left at its ends, where quotation marks stood: a call ends with a word.
+        # A name has no quotation marks, because the call puts it in quotation marks.
+        # No blank is left at its ends, where they stood: a call ends with a word.
         name = re.sub(r"[^\w .-]", "", self.draw(rng, 2, 2)).strip()
         text = self.draw(rng, 4, 12)
         if not rng.below(3):
-            # A stretch of tokens comes again and goes on differently: copying must not jump from one to the other.
+            # A stretch of tokens is repeated and goes on differently: copying must not jump between the two.
             again = self.draw(rng, 2, 3)
             text = f"{text} {again} {self.draw(rng, 1, 4)} {again} {self.draw(rng, 1, 4)}"
         return name or "x", capital(text) + "."
 
     def draw(self, rng: StableRandom, fewest: int, counts: int) -> str:
-        """Tokens in a row: `fewest` of them or more; `counts` numbers are equally likely."""
+        """A sequence of tokens, at least `fewest`; `counts` lengths are equally likely."""
         return "".join(rng.choice(self.tokens) for _ in range(fewest + rng.below(counts))).strip()
 
 
@@ -169,13 +169,13 @@ def draw_turn(
 
 
 def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
-    """A question in one of the ways of a split, sometimes in lower case, without its mark, or after a greeting."""
+    """A question in one of a split's ways, sometimes in lower case, without its question mark, or after a greeting."""
     named = "n" in slots
-    # The name is of the split, so half of the questions with a name use the ways of training.
+    # The name belongs to the split, so half of the questions with a name use training's ways.
     side = "train" if named and rng.below(2) else split
     ways = [way for way in ways if split_of(way, 6) == side]
     way = rng.choice(ways)
-    # A way ends like another one: the model learns that a name can stand after and before anything.
+    # Mix one way's ending into another: the model learns that a name can follow and precede anything.
     if named and split == "train" and not rng.below(4):
         way = way.partition("{n}")[0] + "{n}" + rng.choice(ways).rpartition("{n}")[2]
     if not rng.below(4):
@@ -202,7 +202,7 @@ def draw_question(rng: StableRandom, split: str, text: str) -> str:
 def what_is_asked(text: str) -> tuple[str, str]:
     """
     "Splits a path into head and tail, and …" -> ("split", "a path into head and tail"); without such a verb at the
-    beginning the longest noun phrase: ("", "hashable objects of a set"). ("", "") where that says too little.
+    beginning the longest noun phrase: ("", "hashable objects of a set"). ("", "") if that says too little.
     """
     verb, _, rest = text.partition(" ")
     verb = verb.lower()
@@ -227,7 +227,7 @@ def telling_words(question: str) -> list[re.Match]:
 # ---- Made-up names and texts
 
 class Words(dict):
-    """Words for the slots of a template; a slot that has none gets a drawn word, another one each time."""
+    """Words for the slots of a template; a slot without one gets a new drawn word each time."""
 
     def __init__(self, rng: StableRandom, **given: str) -> None:
         super().__init__(given)
@@ -253,7 +253,7 @@ def draw_name(rng: StableRandom, split: str) -> str:
 
 
 def draw_text(rng: StableRandom) -> str:
-    """A passage of one or two sentences: of the documentation, made of templates, or any words in a row."""
+    """A passage of one or two sentences: from the documentation, from templates, or any words in a row."""
     sentences = []
     for _ in range(1 + rng.below(3) // 2):
         template = rng.choice(LINES["sentences"])
@@ -266,7 +266,7 @@ def draw_text(rng: StableRandom) -> str:
 
 def draw_word(rng: StableRandom, kind: str) -> str:
     """A word of a kind, as listed in lookup.toml."""
-    # Random characters are words that no tokenizer has as one token.
+    # Random characters make words that no tokenizer has as one token.
     if kind in "rR":
         word = "".join(rng.choice(CHARACTERS) for _ in range(2 + rng.below(5)))
     else:
@@ -297,8 +297,8 @@ def vocabulary() -> dict[str, Sequence[str]]:
 @cache
 def objects(split: str) -> list[tuple[str, str]]:
     """
-    (name, passage) of the objects of a split. A passage is the beginning of the library's, in whole sentences, the
-    first of which is the one that `documented` has.
+    (name, passage) of a split's objects. A passage is the beginning of the library's passage, in whole sentences;
+    `documented` has the first sentence.
     """
     found = []
     for name, first in documented(split).items():

@@ -12,10 +12,10 @@ def multiple_choice(question: str, choices: Sequence[str], right: int) -> Conver
     """
     A question with lettered choices; the answer is the letter alone.
 
-    Each letter follows its choice: when the model reads it, it has just read the choice, so what the letter stands for
-    can be kept at the letter, and one look back from the answer finds it. (A letter before its choice is read when
-    nothing is known of it yet.) It stands on a line of its own because only there is it the same token as the answer:
-    after a blank or a sign, the tokenizer joins the two.
+    Each letter follows its choice: when the model reads the letter, it has just read the choice, so the letter's place
+    can store the choice, and one look back from the answer finds it. (A letter before its choice is read when the
+    choice is not known yet.) The letter is on a line of its own, because only there is it the same token as the answer:
+    the tokenizer joins it to a blank or sign before it.
     """
     letters = list(LETTERS[:len(choices)])
     lines = ["Which letter follows the right answer?", question.strip()]
@@ -34,7 +34,7 @@ class ARC(HubTask):
         super().__init__(argument, split)
 
     def convert(self, row: dict) -> Conversation:
-        """choices: {text: […], label: […]}, answerKey: a label. Labels are A to E or 1 to 5; letters come out."""
+        """choices: {text: […], label: […]}, answerKey: a label. Labels are A to E or 1 to 5; we show letters."""
         choices = row["choices"]
         return multiple_choice(row["question"], choices["text"], choices["label"].index(row["answerKey"]))
 

@@ -1,16 +1,16 @@
 """
-Questions in other languages than English about a folder of notes: needs no download.
+Questions in languages other than English about a folder of notes: needs no download.
 
     "Wo liegt der Schlüssel im Keller?"   [search(" Schlüssel im Keller")] "Der Schlüssel hängt am Haken."
 
-    notes            what is asked about is found, and quoted
-    notes:unknown    nothing is found: the language's refusal, which names nothing, so that no name has to be inflected
+    notes            a note is found, and quoted
+    notes:unknown    nothing is found: the language's refusal, without a name, because names may need inflection
     notes:talk       small talk: one sentence says what the model can do
-    notes:de, notes:de:unknown, notes:de:talk    the same in one language; without one, all languages in turn
+    notes:de, notes:de:unknown, notes:de:talk    the same in one language; without a language, all in turn
 
-What a language needs is in notes_XX.toml. Notes need not answer the question: only copying helps, as in the task
+A language's texts are in notes_XX.toml. Notes need not answer the question: only copying helps, as in the task
 lookup. Ways to ask and words are divided between the splits by their own text; in the test split half of the questions
-use ways of training.
+use training's ways.
 """
 from collections.abc import Sequence
 from functools import cache
@@ -45,7 +45,7 @@ class Notes(Task):
         self.kind = argument.split(":")[-1]
         if self.kind not in KINDS:
             self.kind = ""
-        # A library has one note for the same words, in whatever language they are asked about.
+        # A library has one note for the same words, in any language.
         self.tested = None
         if split == "test" and not self.kind:
             self.tested = Distinct(lambda index: ((drawn := self.draw(index))["asked"], drawn))
@@ -59,7 +59,7 @@ class Notes(Task):
         return self.tested[index][1] if self.tested else self.draw(index)
 
     def draw(self, index: int) -> Conversation:
-        """One question in eight comes after another one."""
+        """One question in eight follows another question."""
         rng = StableRandom(f"{self.key}:{index}")
         language = self.languages[index % len(self.languages)]
         before = [] if rng.below(8) else draw_turn(rng, language, rng.choice(KINDS), "train")["messages"]
@@ -67,12 +67,12 @@ class Notes(Task):
         return last | {"messages": before + last["messages"]}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        """To the letter: the note, or its first sentences; the refusal; the sentence for small talk."""
+        """Right, to the letter: the note, or its first sentences; the refusal; the sentence for small talk."""
         return " ".join(answer.split()) in conversation["right"]
 
 
 class Folder:
-    """The notes of a test split in place of a library. A note is found by all words that are asked, and any others."""
+    """A test split's notes in place of a library. A search with all of a note's words finds it; more words are fine."""
 
     def __init__(self, notes: dict[str, str]) -> None:
         self.notes = notes
@@ -103,11 +103,11 @@ def draw_turn(rng: StableRandom, language: str, kind: str, split: str) -> Conver
 
 
 def ask(rng: StableRandom, language: str, name: str, split: str) -> tuple[str, str, str]:
-    """A question in one of the ways of that name: the words that are looked up, those before and those after them."""
+    """A question in one of the ways of that name: the words before those looked up, these, and the words after."""
     side = "train" if name != "talk" and rng.below(2) else split
     ways = ways_of(language, name, side)
     head, asked, tail = rng.choice(ways)
-    # Ways begin, ask and end like others: the model learns that any words can stand between any others.
+    # Mix ways' beginnings, middles and ends: the model learns that any words can stand between any others.
     if asked and split == "train":
         asked = asked if rng.below(4) else rng.choice(ways)[1]
         tail = tail if rng.below(4) else rng.choice(ways)[2]
@@ -133,7 +133,7 @@ def draw_note(rng: StableRandom, language: str) -> str:
 
 
 class Words(dict):
-    """Words for the slots of a template, as notes_de.toml lists them; a slot gets another one each time."""
+    """Words for the slots of a template, as notes_de.toml lists them; a slot gets a new word each time."""
 
     def __init__(self, rng: StableRandom, language: str, split: str) -> None:
         self.rng, self.language, self.split = rng, language, split
@@ -144,7 +144,7 @@ class Words(dict):
             return rng.choice("0123456789")
         if kind == "x":
             return draw_name(rng, self.split)
-        # One word in four is of random letters: any word can be asked about.
+        # One word in four has random letters: any word can be asked about.
         if kind == "w" or kind in "nvp" and not rng.below(4):
             letters = texts_of(self.language)["letters"]
             return "".join(rng.choice(letters) for _ in range(3 + rng.below(4)))
@@ -160,7 +160,7 @@ def texts_of(language: str) -> dict[str, Any]:
 
 @cache
 def ways_of(language: str, name: str, split: str) -> list[tuple[str, str, str]]:
-    """Each way in three parts: before [, between the brackets, after ]; all is the last part where there are none."""
+    """Each way in three parts: before [, between the brackets, after ]; without brackets all is the last part."""
     ways = []
     for way in texts_of(language)[name].splitlines():
         head, _, rest = way.rpartition("[")
@@ -172,14 +172,14 @@ def ways_of(language: str, name: str, split: str) -> list[tuple[str, str, str]]:
 
 @cache
 def words_of(language: str, kind: str, split: str) -> list[str]:
-    """The words of a kind; _ stands for a blank in one."""
+    """The words of a kind; _ stands for a blank within one."""
     return [word.replace("_", " ") for word in texts_of(language)[kind].split() if split_of(word, 6) == split]
 
 
 # ---- Examples for a user's own library
 
 def title_questions(library: Library, languages: Sequence[str], count: int) -> list[str]:
-    """Questions about some titles of a library, in English or the one of these languages that its passages are in."""
+    """Questions about some titles of a library, in its passages' language: English or one of `languages`."""
     rows = library.query("SELECT title, min(text) FROM passages WHERE length(title) < 40 GROUP BY title LIMIT 300")
     written = trigrams(" ".join(text for _, text in rows))
     ways = {"What do my notes say about {n}?": TEXTS["lookup"] + TEXTS["stop_words"]}
@@ -192,6 +192,6 @@ def title_questions(library: Library, languages: Sequence[str], count: int) -> l
 
 
 def trigrams(text: str) -> set[str]:
-    """What tells languages apart: three characters in a row."""
+    """All sequences of three characters; they tell languages apart."""
     text = " ".join(text.lower().split())
     return {text[start : start + 3] for start in range(len(text) - 2)}

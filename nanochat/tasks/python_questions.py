@@ -3,11 +3,11 @@ What the objects of Python's standard library do, as their own documentation say
 
     "What does str.partition do?" - "Partition the string into three parts using the given separator."
 
-    pydoc          test: objects that are held out; a fifth of the answers is trained on under another name (str.find's
+    pydoc          test: held-out objects; a fifth of the answers is trained on under another name (str.find's answer
                    under bytes.find)
-    pydoc:known    test: objects that are trained on, each asked in the one phrasing that is never used for it
+    pydoc:known    test: objects that are trained on, each in the one phrasing that is never used for it
 
-The objects, and some answers, are those of the running Python: another version has a few others.
+The objects, and some answers, come from the running Python: another version has a few others.
 """
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ from nanochat.data.task import Task, reference
 from nanochat.tasks.common import read_texts, single_turn, split_of, stable_hash
 
 QUESTIONS = read_texts("lookup")["python"].splitlines()
-# A word of a sentence, not of a piece of code.
+# A word of a sentence, not of code.
 WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")
 
 
@@ -30,7 +30,7 @@ class Pydoc(Task):
         known = argument == "known"
         self.name = "Pydoc (objects it has read about)" if known else "Pydoc (held-out objects)"
         self.objects = list(documented("train" if known else split).items())
-        # Each object is trained on in all phrasings but one, in which it is asked about in the test split.
+        # Each object is trained on in all phrasings but one, which the test split uses.
         self.turns = 1 if split == "test" else len(QUESTIONS) - 1
         self.held_out = split == "test" and known
 
@@ -38,10 +38,10 @@ class Pydoc(Task):
         return len(self.objects) * self.turns
 
     def conversation(self, index: int) -> Conversation:
-        """In every pass over the objects each of them once, in another phrasing each time."""
+        """Every pass over the objects has each object once, in another phrasing each time."""
         turn, number = divmod(index, len(self.objects))
         name, text = self.objects[number]
-        # The hash chooses the phrasing that is held out for this object; the others come after it.
+        # The hash chooses the object's held-out phrasing; the other phrasings come after it.
         phrasing = stable_hash(f"phrasing:{name}")
         if not self.held_out:
             phrasing += 1 + (phrasing // len(QUESTIONS) + turn) % (len(QUESTIONS) - 1)
@@ -49,7 +49,7 @@ class Pydoc(Task):
         return single_turn(question, text) | {"paragraph": first_paragraph(documentation()[name])}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        """The same words in the same order: those of the sentence, or of more of its paragraph, as a library has it."""
+        """The same words in the same order: the sentence's, or more of its paragraph's, as a library has it."""
         said = words_of(answer)
         # The paragraph begins with the sentence.
         paragraph = words_of(conversation["paragraph"])
@@ -62,7 +62,7 @@ def words_of(text: str) -> list[str]:
 
 @cache
 def documented(split: str) -> dict[str, str]:
-    """The objects of a split: their names, in the order of a hash, and the first sentence about each."""
+    """A split's objects, in the order of a hash: names, and the first sentence about each."""
     objects = {}
     for name in sorted(documentation(), key=lambda name: stable_hash(f"pydoc:{name}")):
         sentence = first_sentence(documentation()[name])
@@ -78,6 +78,6 @@ def side_of_name(name: str) -> str:
 
 @cache
 def documentation_words() -> frozenset[str]:
-    """The words that occur at least twice in the documentation's sentences: lower-case, of three letters and more."""
+    """The words that occur at least twice in the documentation's sentences: lower-case, of three or more letters."""
     counts = Counter(WORD.findall("\n".join(documentation().values())))
     return frozenset(word for word, count in counts.items() if count > 1)

@@ -1,13 +1,13 @@
 """
-What a short Python program prints: needs no download, and what is asked in the test split is never trained on.
+What a short Python program prints: needs no download, and programs of the test split are never trained on.
 
     run:tool    "What does this print?\\n\\nx = 14\\nx = x + 23\\nprint(x)" - [14 + 23 = 37] "It prints 37"
     run         half of the answers with the calculator, half without: "It prints 37"
 
-A generator makes the programs; what they print and calculate is known because they are run.
+A generator makes the programs, and runs them to learn what they print and calculate.
 `run` is for reinforcement learning: a model that imitates the examples leaves the calculator out half of the time, and
-is then more often wrong; rewards tell it which of the two ways to go. No program is on both sides; what a test program
-calculates also occurs in training programs of another shape, half of the time.
+is then more often wrong; rewards teach it which way is better. No program is in both splits; half of what test programs
+calculate also occurs in training programs of another shape.
 """
 import ast
 import io
@@ -56,7 +56,7 @@ class Run(Task):
 
 @cache
 def programs(split: str) -> Distinct:
-    """The programs of a split, as (source,), in a fixed order. Names of variables do not make another program."""
+    """The programs of a split, as (source,), in a fixed order. Other variable names do not make another program."""
     def draw(number: int) -> tuple[str] | None:
         source, key = draw_program(number)
         return (source,) if split_of(f"run:{key}") == split else None
@@ -79,8 +79,8 @@ class RecordOperations(ast.NodeTransformer):
 
 def run_program(source: str) -> tuple[str, list[tuple[str, str]]]:
     """
-    What one of our own programs prints, and its operations on whole numbers in order, with their results. In this
-    process: programs of models need the sandbox of execution.py, but these are made of our own templates.
+    What one of our own programs prints, and its operations on whole numbers in order, with their results. It runs in
+    this process: models' programs need execution.py's sandbox, but these are made from our own templates.
     """
     calls = []
     printed = io.StringIO()
@@ -97,7 +97,7 @@ def run_program(source: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def draw_program(number: int) -> tuple[str, str]:
-    """Candidate `number`, and what decides its split: the program with the names of its variables left out."""
+    """Candidate `number`, and the text that decides its split: the program without its variables' names."""
     rng = StableRandom(f"run:{number}")
     template = rng.choice(PROGRAMS)
     long = 3 + rng.below(3)

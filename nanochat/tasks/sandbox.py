@@ -1,6 +1,6 @@
 """
 The supervisor of one generated program, see execution.py: run as a script, it walls the program in, limits it, and
-removes everything that it leaves. It starts anew for every program, so it imports little, and nothing of nanochat.
+removes everything that it leaves. Each program gets a new supervisor, so it imports little, and nothing of nanochat.
 
     run_python ── supervisor ── init ── the program ── its children
                                 (reads the output, keeps the limits; process 1 of a namespace, which ends with it)
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 MAX_PROCESSES = 16             # of a program at once, threads included
 MAX_FILE_BYTES = 16 * 2**20    # of each file
-POLL_S = 0.002                 # between two checks whether the program has ended
+POLL_S = 0.002                 # between checks whether the program has ended
 
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None)
@@ -31,7 +31,7 @@ NO_NEW_PRIVS = 38
 # System calls; their numbers are the same on every architecture.
 MOUNT_SETATTR = 442
 LANDLOCK = 444
-# Importing the module `signal` would take a tenth of the start.
+# Importing the module `signal` would take a tenth of the start-up.
 SIGKILL = 9
 
 
@@ -49,7 +49,7 @@ def supervise() -> None:
         try:
             remove(folder)
         except Exception as error:
-            # Only a warning: a strange file that a program leaves does not change how it is judged.
+            # Only a warning: a strange file that a program leaves does not change the verdict.
             print(f"the folder {folder} of a program could not be removed: {error!r}", file=sys.stderr, flush=True)
         os._exit(0)
     os.setsid()
@@ -93,7 +93,7 @@ def watch(program: int, out: int, err: int, timeout: float, max_output_bytes: in
         elif time.monotonic() > deadline:
             limit = "timeout"
         for fd, data in received.items():
-            # Nothing more to read yet raises BlockingIOError.
+            # os.read raises BlockingIOError while there is no more.
             with contextlib.suppress(BlockingIOError):
                 while len(data) <= max_output_bytes and (chunk := os.read(fd, 1 << 16)):
                     data += chunk
@@ -104,7 +104,7 @@ def watch(program: int, out: int, err: int, timeout: float, max_output_bytes: in
 
 
 def kill_all(init: int) -> None:
-    """End all descendants of this process. Where init had a namespace of its own they have died with it."""
+    """End all descendants of this process. If init had its own namespace, they have died with it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(init, SIGKILL)
     # waitpid raises ChildProcessError when no child is left.
@@ -117,13 +117,13 @@ def kill_all(init: int) -> None:
                 if parent == os.getpid():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, SIGKILL)
-                        # The group has also the children that were born since the list was made.
+                        # The group also has the children started since the list was made.
                         os.killpg(group, SIGKILL)
             time.sleep(0.001)
 
 
 def processes() -> Iterator[tuple[int, int, int, int, int]]:
-    """(process, parent, process group, threads, user) of all that run on this machine. Linux only."""
+    """(process, parent, process group, threads, user) of all processes on this machine. Linux only."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -132,7 +132,7 @@ def processes() -> Iterator[tuple[int, int, int, int, int]]:
 
 def remove(folder: str) -> None:
     """
-    Remove a folder and everything in it. Not by `rm`: after init's end its namespace takes no new process.
+    Remove a folder and everything in it. Without `rm`: after init's end its namespace takes no new process.
     Each folder in it is moved beside it before it is emptied, so no nesting is too deep and no path too long.
     """
     folders = [folder]
@@ -154,7 +154,7 @@ def remove(folder: str) -> None:
 
 def isolate() -> tuple[list[str], int]:
     """
-    Put what this process forks from now on into namespaces of its own: no network, no other processes to reach.
+    Put all processes forked from now on into their own namespaces: no network, no other processes to reach.
     Returns the walls that this machine does not allow, and the limit on processes that leaves MAX_PROCESSES to the
     program.
     """
@@ -165,15 +165,15 @@ def isolate() -> tuple[list[str], int]:
     group = os.getegid()
     supervisor_and_init = 2
     if user == 0:
-        # The kernel limits the number of processes of every real user id but root's, so root takes an unused id. Some
-        # containers have no such id.
+        # The kernel limits the number of processes of every real user id except root's, so root takes an unused id.
+        # Some containers have no such id.
         with contextlib.suppress(OSError):
             os.setresuid(2**30 + os.getpid(), user, user)
     if LIBC.unshare(NAMESPACES) != 0:
         others = sum(threads for *_, threads, owner in processes() if owner == user == os.getuid())
         return ["network", "sight", "processes", "modes"], others + supervisor_and_init + MAX_PROCESSES
     write("/proc/self/setgroups", "deny")
-    # The id inside is not 0, with which programs that are started would have root's rights.
+    # The id inside is not 0, because then started programs would have root's rights.
     write("/proc/self/uid_map", f"65534 {user} 1")
     write("/proc/self/gid_map", f"65534 {group} 1")
     # A new user namespace counts its processes from zero.
@@ -181,14 +181,14 @@ def isolate() -> tuple[list[str], int]:
 
 
 def write(path: str, text: str) -> None:
-    """Write to one of the kernel's files, where allowed."""
+    """Write to one of the kernel's files, if allowed."""
     with contextlib.suppress(OSError), open(path, "w") as file:
         file.write(text)
 
 
 def remount(folder: str) -> list[str]:
     """
-    For this process and its children, in namespaces of their own: all file systems but `folder` are read-only, and
+    For this process and its children, in their own namespaces: all file systems except `folder` are read-only, and
     /proc shows only these processes. Returns the walls that this machine does not allow.
     """
     inside = folder.encode()
@@ -209,17 +209,17 @@ def remount(folder: str) -> list[str]:
 
 
 def landlock(folder: str) -> bool:
-    """For this process and its children: writing is allowed in `folder` only. False on a machine without Landlock."""
+    """For this process and its children: writing is allowed only in `folder`. False on a machine without Landlock."""
     version = LIBC.syscall(LANDLOCK, None, 0, 1)
     if version < 1:
         return False
-    # LANDLOCK_ACCESS_FS_*: all rights but to read and to execute.
+    # LANDLOCK_ACCESS_FS_*: all rights except reading and executing.
     changes = 0b1_1111_1111_0010
     if version >= 2:
         changes |= 0x2000  # REFER
     if version >= 3:
         changes |= 0x4000  # TRUNCATE
-    # Refused: changes of files, TCP (bind, connect), and what reaches processes outside (signals, abstract sockets).
+    # Refused: changes to files, TCP (bind, connect), and reaching processes outside (signals, abstract sockets).
     refused = (ctypes.c_uint64 * 3)(changes, 0b11, 0b11)
     size = 8
     if version >= 4:
@@ -242,11 +242,11 @@ def be_the_program(
     os.dup2(out_end, 1)
     os.dup2(err_end, 2)
     os.closerange(3, 256)
-    # If root has taken an unused id, see `isolate`, os.access checks what that id may do.
+    # If root has taken an unused id (see `isolate`), os.access checks this id's rights.
     user = os.getuid()
     has_unused_id = os.geteuid() == 0 and user != 0
     if has_unused_id and os.access(ast.__file__, os.R_OK) and os.access(os.path.dirname(folder), os.X_OK):
-        # Root's rights reach every process and file, so the program does not have them.
+        # Root's rights reach every process and file, so the program must not have them.
         os.chown(folder, user, user)
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -255,7 +255,7 @@ def be_the_program(
     with open("main.py", "wb") as file:
         file.write(code)
     os.environ.clear()
-    # A program that is killed has written its lines so far.
+    # So a killed program has written its lines so far.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # stdout of a new process is a TextIOWrapper
     sys.argv = ["main.py"]
     limits = {
@@ -283,6 +283,6 @@ if __name__ == "__main__":
     import runpy
     import site
 
-    # Makes exit() and quit(), which -S leaves out.
+    # Defines exit() and quit(), which -S leaves out.
     site.setquit()
     runpy.run_path("main.py", run_name="__main__")

@@ -5,16 +5,16 @@ Spelling words and counting their letters: needs no download, and words of the t
     spellingbee:tool     How many o's are in "kamot"?                         the tool computes "kamot".count("o")
     spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    k-a-m-o:1-t. The letter o occurs 1 time.
     spellingbee          the three in turn
-    words:climbmix       real words: each spelled in five ways, and counted in with the tool and by hand
+    words:climbmix       real words: each spelled in five ways, its letters counted with the tool and by hand
 
-Most words of spellingbee are made of syllables, so that there are enough of them. Those of the embedded corpus are only
+Most words of spellingbee are made of syllables, so there are enough. Words of the embedded corpus are only
 trained on: its documents spell them, so they cannot be held out.
 
 Real words are the tokens of a data set's tokenizer, and words of Python's documentation that are several tokens. The
-letters of a token cannot be known unless it is spelled in training, so all of these are trained on. Of the others some
-are held out: their tokens were spelled in other words. With one tokenizer, a word is on one side in all tasks.
+letters of a token cannot be known unless it is spelled in training, so all tokens are trained on. Some of the other
+words are held out: their tokens were spelled in other words. With one tokenizer, a word is in one split in all tasks.
 
-Words to count in are quoted: the call of the tool then has the same tokens as the question, and copying is enough.
+When letters are counted, the word is quoted: the tool's call then has the question's tokens, and copying is enough.
 (Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not
 quoted: its token, with the blank before it, is then none of the word's tokens, which matters when they are compared.
 """
@@ -51,7 +51,7 @@ COUNT = TEXTS["count"].splitlines()
 
 
 class SpellingBee(Task):
-    """Each word in each of the kinds; a kind that comes again has another phrasing."""
+    """Each word in each of the kinds; a repeated kind has another phrasing."""
     eval_type = "generative"
 
     def __init__(self, name: str, words: list[str], kinds: tuple[str, ...]) -> None:
@@ -63,7 +63,7 @@ class SpellingBee(Task):
         return len(self.words) * len(self.kinds)
 
     def conversation(self, index: int) -> Conversation:
-        """In every pass over the words each of them once, in another kind than its neighbours."""
+        """Every pass over the words has each word once, in another kind than its neighbours."""
         turn, number = divmod(index, len(self.words))
         place = (turn + number) % len(self.kinds)
         word = self.words[number]
@@ -96,7 +96,7 @@ class SpellingBee(Task):
 
 def generated_words(argument: str, split: str) -> SpellingBee:
     """The task spellingbee:ARGUMENT."""
-    # The words of the test split are all generated; those of training are also the corpus's.
+    # Test words are all generated; training words include the corpus's.
     name = f"SpellingBee {argument}".rstrip() + " (generated words)"
     return SpellingBee(name, words(split), (argument,) if argument else KINDS)
 
@@ -112,7 +112,7 @@ def real_words(data: str, split: str) -> SpellingBee:
 
 
 def spell_counting(word: str, letter: str) -> str:
-    """The letters of a word with a running count behind those that are counted: "k-o:1-m-o:2-t"."""
+    """The letters of a word with a running count after each counted letter: "k-o:1-m-o:2-t"."""
     letters = []
     count = 0
     for char in word:
@@ -125,7 +125,7 @@ def spell_counting(word: str, letter: str) -> str:
 
 @cache
 def words(split: str) -> list[str]:
-    """The words of a split: a word's own letters decide its split. Sorted by hash, so that every slice is a mixture."""
+    """The words of a split: a word's own letters decide its split. Sorted by hash, so every slice is a mixture."""
     found = set(WORDS) if split == "train" else set()
     for word in pseudo_words():
         if side_of(word) == split:
@@ -145,7 +145,7 @@ def token_words(tokenizer: Tokenizer) -> set[str]:
     The words that are tokens, in lower-case letters.
 
     A token with a blank before it begins a word. It may be a fragment, such as " immedi": nearly always it is the start
-    of a longer token, " immediate" or " immediately". How often a token is used is taken from Zipf's law: 1 / its rank.
+    of a longer token, " immediate" or " immediately". How often a token is used is estimated by Zipf's law: 1 / rank.
     """
     ranks = {token: rank for rank, token in enumerate(tokenizer.merges, 1) if TOKEN.fullmatch(token)}
     own = dict.fromkeys(ranks, 1.0)
@@ -157,7 +157,7 @@ def token_words(tokenizer: Tokenizer) -> set[str]:
 
 
 def pseudo_words() -> Iterator[str]:
-    """Endless words of two or three syllables, the last of them closed; always the same, some more than once."""
+    """Endless words of two or three syllables, the last one closed; always the same, some more than once."""
     rng = StableRandom("spellingbee: words")
     while True:
         word = ""

@@ -5,9 +5,9 @@ Questions about the embedded world, and who the model is: needs no download.
     tinyworld:identity    "Who are you?" - "I am nanochat, a small language model."
     tinyworld             both
 
-A fact is held out together with a phrasing. Every fact is asked in many ways. Of the ways that occur in no document of
-the corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself holds out. A
-model that answers them knows the fact from other phrasings and the phrasing from other facts. Of the questions about
+A fact is held out together with a phrasing. Every fact is asked in many ways. For each fact, HELD_OUT of the ways that
+occur in no document of the corpus are only in the test split, like the phrasing that the corpus itself holds out. A
+model that answers them knows the fact from other phrasings and the phrasing from other facts. For questions about
 the model itself, whole phrasings are held out.
 """
 import re
@@ -45,7 +45,7 @@ class Item(NamedTuple):
     question: str
     reply: str
     right: frozenset[str]  # all answers that count as right; empty for questions about the model itself
-    relation: str          # where another fact may follow with "And what about …?": their noun phrase; else empty
+    relation: str          # the noun phrase, if "And what about …?" may ask for another fact; else empty
 
 
 class TinyWorld(Task):
@@ -87,9 +87,9 @@ class TinyWorld(Task):
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """
-        Facts: the answer is the bare fact, or one of the sentences that state it. Looking for a word in it instead
-        would accept an answer that repeats the question, or names several. The model itself: the answer says that it is
-        nanochat, and makes the same claims as the reference. A greeting may come first, and must where one is answered.
+        Facts: the answer is the bare fact, or one of the sentences that state it. Looking for a word in the answer
+        would accept answers that repeat the question, or name several. The model itself: the answer says that it is
+        nanochat, and makes the same claims as the reference. A greeting may come first, and must if the reference does.
         """
         if conversation["right"]:
             return " ".join(answer.split()).rstrip(".!") + "." in conversation["right"]
@@ -102,7 +102,7 @@ class TinyWorld(Task):
 # ---- The questions of both splits -----------------------------------------------------------------------------------
 
 def chat_about(fact: Fact) -> tuple[str, str, list[str]]:
-    """(relation, template of the sentence that answers, ways to ask) of a fact's questions outside of the corpus."""
+    """(relation, template of the answer, ways to ask) for a fact's questions outside of the corpus."""
     if fact.noun:
         return fact.noun, TEXTS["sentence"], CHAT + CHAT_BY_NOUN.get(fact.noun, [])
     relation = next(question for question in CHAT_BY_QUESTION if question in fact.templates)
@@ -115,13 +115,13 @@ def items(split: str) -> list[Item]:
     """The questions of a split, each asked once; those about the model with every greeting and ending."""
     found = []
     for fact in facts():
-        # The corpus's own questions: a model has read those in the documents, so only the held-out ones can be tests.
+        # The corpus's own questions: a model has read them in documents, so only the held-out ones can be tests.
         for template in fact.templates:
             question, _, reply = template.format(**fact.slots).rpartition(" | ")
             if question and (Telling(question, reply) == fact.held_out) == (split == "test"):
                 found.append(make_item(fact, question, "s" if template.endswith("| {s}.") else "a"))
         relation, _, ways = chat_about(fact)
-        # Ranked by the hash of fact and phrasing: the split depends on no seed, and each fact has as many in test.
+        # Ranked by the hash of fact and phrasing: the split depends on no seed, and facts have equally many in test.
         keys = {template: stable_hash(f"{relation} {template} {template.format(**fact.slots)}") for template in ways}
         for template in part_of(sorted(ways, key=keys.__getitem__), HELD_OUT, split):
             question, _, asked = template.partition(" | ")
