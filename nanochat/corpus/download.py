@@ -1,7 +1,7 @@
 """
 Shards from the Hugging Face hub, whole and checked, or absent.
 
-They come by the hub's own library, which goes on where a connection broke. Its environment variables hold:
+The hub's own library downloads them, and resumes after a broken connection. Its environment variables apply:
 HF_ENDPOINT names a mirror, HF_TOKEN an account. The library compares only sizes; here the SHA-256 is compared.
 """
 import re
@@ -13,16 +13,16 @@ from nanochat.corpus.shards import describe
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import sha256, sync
 
-TRIES = 3       # the hub's library itself goes on after a cut connection, but not after an answer such as 503
+TRIES = 3       # the hub's library itself resumes after a cut connection, but not after an answer such as 503
 PAUSE_S = 2     # before the second try, twice as long before the third
 
 
 def fetch_shard(repository: str, file: str, folder: Path) -> dict:
     """
-    One shard of a dataset repository on the hub into a folder; returns its manifest entry. A file that is there with
+    Fetch one shard of a dataset repository on the hub into a folder; returns its manifest entry. An existing file with
     the hub's checksum is kept. Raises UserError, in one line.
     """
-    # Imported late: data from other sources are made without it.
+    # Imported late: other sources do not need it.
     import huggingface_hub as hub
     from huggingface_hub.utils import disable_progress_bars
 
@@ -40,10 +40,10 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
             if isinstance(error, OSError) and error.errno:
                 # An errno means this machine's disk, not the network: another try would fail in the same way.
                 raise
-            # FileNotFoundError comes after the library's own tries to reach the hub: more would only wait longer.
+            # FileNotFoundError comes after the library's own tries to reach the hub: more tries would only take longer.
             if attempt == TRIES or isinstance(error, FileNotFoundError):
                 cause: Any = error
-                # Libraries wrap an error of the network several times; the innermost says what happened.
+                # Libraries wrap a network error several times; the innermost says what happened.
                 while cause.__cause__:
                     cause = cause.__cause__
                 raise UserError(f"{file} of {repository}: {type(cause).__name__}: {first_line(cause)};"
@@ -52,7 +52,7 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
 
 
 def check_shard(path: Path, etag: str | None) -> dict:
-    """The shard's manifest entry. ValueError, and the file is removed, when it differs from the hub's."""
+    """The shard's manifest entry. ValueError, and the file is removed, if it differs from the hub's."""
     # The library compares only sizes, and a proxy may send an error page of any size.
     checksum = sha256(path)
     try:

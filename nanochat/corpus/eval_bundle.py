@@ -1,4 +1,4 @@
-"""The CORE evaluation bundle: downloaded and unpacked where it is not there yet."""
+"""The CORE evaluation bundle: downloaded and unpacked if it is not there yet."""
 import shutil
 import urllib.request
 import zipfile
@@ -14,8 +14,8 @@ TIMEOUT = 30  # seconds without a byte
 
 def why_no_bundle() -> str | None:
     """
-    None when the bundle is there on every disk, downloaded now if it has to be; else one line that says why it is not,
-    the same on every rank. COLLECTIVE.
+    None if the bundle is on every disk, downloaded now if necessary; else one line that says why it is not there, the
+    same on every rank. COLLECTIVE.
     """
     problem = from_rank0(make_bundle)
     # After a failure on rank 0 the other ranks do not try: each would wait for the same timeout.
@@ -32,7 +32,7 @@ def make_bundle() -> str | None:
         try:
             if not folder.exists():
                 download(folder)
-        # The network, the archive and the disk raise different kinds. CORE is optional, so none of them ends a run.
+        # The network, the archive and the disk raise different errors. CORE is optional, so none of them ends a run.
         except Exception as error:
             problem = f"{URL}: {type(error).__name__}: {error}"
             return f"no CORE bundle in {folder}, and it cannot be downloaded: {problem}; put one there to measure CORE"
@@ -40,14 +40,14 @@ def make_bundle() -> str | None:
 
 
 def download(folder: Path) -> None:
-    """Make the archive's folder the bundle. zipfile keeps every member inside of it."""
+    """Make the archive's folder the bundle. zipfile keeps every member inside it."""
     with write_aside(folder) as aside:
-        # It lies beside the folder, in a temporary folder that is removed with it.
+        # The archive lies beside `aside`, in a temporary folder that is removed with it.
         archive = aside.with_name("eval_bundle.zip")
         with urllib.request.urlopen(URL, timeout=TIMEOUT) as response, open(archive, "wb") as file:
             shutil.copyfileobj(response, file)
         with zipfile.ZipFile(archive) as file:
-            # The archive's own folder is called eval_bundle, and so is `aside`: its content lands where it belongs.
+            # The archive's own folder is called eval_bundle, and so is `aside`: the content lands where it belongs.
             file.extractall(aside.parent)
         if not (aside / "core.yaml").is_file():
             raise ValueError("the archive has no core.yaml")

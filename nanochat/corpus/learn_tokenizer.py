@@ -1,4 +1,4 @@
-"""Learning a tokenizer from text, and finding or making the one of a data set."""
+"""Learning a tokenizer from text, and finding or making a data set's tokenizer."""
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -15,20 +15,20 @@ from nanochat.data.tokenizer import (
 )
 from nanochat.runtime.progress import progress
 
-# In training a run of more than 64 letters or signs (base64, DNA, a line of dashes) is cut as well: learning costs
-# length times number of merges for such a piece, minutes for a single megabyte, and it teaches nothing.
+# In training a run of more than 64 letters or signs (base64, DNA, a line of dashes) is cut as well: for such a piece
+# learning costs length times number of merges, minutes for a single megabyte, and teaches nothing.
 TRAINING_PATTERN = SPLIT_PATTERN.replace(r"\p{M}]*", r"\p{M}]{0,63}").replace(r"\p{N}]+", r"\p{N}]{1,64}")
 
-EMBEDDED_VOCAB_SIZE = 8192  # of a tokenizer that is made because none is there
+EMBEDDED_VOCAB_SIZE = 8192  # of a tokenizer that is made because there is none
 MAX_CHARS = 2_000_000_000   # read at most
-DOCUMENT_CHARS = 10_000     # read of each document, so that one very long document does not dominate
+DOCUMENT_CHARS = 10_000     # read of each document, so one very long document does not dominate
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     A tokenizer learned from texts. The same texts give the same merges, on any number of cores.
 
-    vocab_size counts the bytes and the special tokens, 265; the result is smaller when fewer pairs occur twice.
+    vocab_size counts the bytes and the special tokens, 265; the result is smaller if fewer pairs occur twice.
     """
     # Imported late: only learning needs the package.
     from tokenizers import Regex, models, pre_tokenizers, trainers
@@ -40,10 +40,10 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     trainer = trainers.BpeTrainer(
-        # A pair that occurs once (min_frequency) compresses nothing but the text that was learned from.
+        # A pair that occurs once (min_frequency) compresses only the text that it was learned from.
         vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=list(alphabet), show_progress=False,
         min_frequency=2)
-    # A surrogate, which careless JSON holds, has no UTF-8 and becomes a question mark.
+    # A surrogate, which careless JSON may contain, has no UTF-8 and becomes a question mark.
     learner.train_from_iterator((text.encode(errors="replace").decode() for text in texts), trainer)
 
     ids = learner.get_vocab()
@@ -75,7 +75,7 @@ def training_texts(data: str) -> Iterator[str]:
 def train_tokenizer(data: str, vocab_size: int, more: Iterable[str] = ()) -> Tokenizer:
     """
     Train a tokenizer on a data source's training split, and on `more` texts, and keep it in `tokenizer_dir(data)`.
-    Makes the data if it is an embedded source. Learning the merges begins when all is read, and can take minutes.
+    Makes the data if it is an embedded source. Learning the merges begins after all reading, and can take minutes.
     """
     ensure_dataset(data)
     texts = chain(training_texts(data), more)

@@ -1,8 +1,8 @@
 """
 Any source → a data set in its place: what `python -m scripts.dataset` does.
 
-A data set of text is built aside and put in place as a whole, or not at all. Finished shards from the hub come into
-their place one by one, each verified, and are a data set once the manifest is there. Either way the manifest comes
+A data set made from text is built aside and put in place as a whole, or not at all. Finished shards from the hub are
+put in place one by one, each verified, and become a data set with the manifest. Either way the manifest comes
 last, a killed process leaves nothing that looks like a data set, and the same command repeated goes on.
 """
 import contextlib
@@ -27,7 +27,7 @@ from nanochat.runtime.progress import progress
 from nanochat.training.records import models_trained_with
 
 DOWNLOADS = 4   # files at a time
-# What the manifest counts besides: documents that were dropped; characters that became U+FFFD.
+# The manifest also counts these: documents that were dropped; characters that became U+FFFD.
 COUNTED = ("duplicates", "invalid")
 SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file of your own"
 
@@ -35,15 +35,15 @@ SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a fold
 def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, field: str = "text",
          encoding: str = "utf-8", delimiter: str = "", shard_mb: float = 8.0) -> dict:
     """
-    Make or complete a data set and return its manifest. The settings are those of the command, scripts/dataset.py. A
-    data set that is there is kept or replaced as a whole; of two processes one works, the other waits.
+    Make or complete a data set and return its manifest. The settings are the command's, see scripts/dataset.py. An
+    existing data set is kept or replaced as a whole; if there are two processes, one works and the other waits.
     """
     if source not in NAMED and not source.startswith("hf:"):
         source = str(own_path(source, f"{SOURCES}{did_you_mean(source, NAMED)}"))
     name = name or default_name(source)
     check_name(name, source)
     folder = dataset_dir(name)
-    # Said at once: reading can take minutes.
+    # Printed at once: reading can take minutes.
     print(f"making data set {name!r} in {folder}", flush=True)
     with locked(folder.with_name(f".{name}.lock")):
         recover_folder(folder)
@@ -56,8 +56,8 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
 
 def make_from_text(name: str, settings: dict) -> dict:
     """
-    Build a data set from documents, aside, and put it in place whole. It is not built again if it would be the same;
-    files of the user's own may have changed, so they always are.
+    Build a data set from documents, aside, and put it in place whole. It is not rebuilt if it would be the same; a
+    user's own files may have changed, so their data set is always rebuilt.
     """
     source = settings["source"]
     seed = settings["seed"]
@@ -98,7 +98,7 @@ def make_from_text(name: str, settings: dict) -> dict:
         if shards_before not in (None, shards) and (models := models_trained_with(fingerprint(name))):
             raise UserError(f"data set {name!r} would change, and {models} could not be resumed without it; "
                             f"choose another name with --name=…, or delete {dataset_dir(name)}")
-        # The validation documents can be generated again from these, to count their entropy.
+        # The validation documents can be generated again from their indices, to count their entropy.
         more = {}
         if source == "tinyworld":
             index_of = {text: index for index, (text, _) in enumerate(documents)}
@@ -118,7 +118,7 @@ def make_from_hub(name: str, source: str, num_shards: int) -> dict:
         entries = {entry["file"]: entry for entry in load_manifest(name)["shards"]}
     missing = [file for file in files if file not in entries]
     with ThreadPoolExecutor(DOWNLOADS) as pool:
-        # After an error `map` begins no further file.
+        # After an error `map` starts no further file.
         fetched = pool.map(fetch_shard, repeat(repository), missing, repeat(folder))
         for entry in progress(fetched, "fetching", "shards", len(missing)):
             entries[entry["file"]] = entry
@@ -140,13 +140,13 @@ def write_manifest(folder: Path, name: str, settings: dict, shards: list[dict], 
 
 
 def default_name(source: str) -> str:
-    """The data set's name where none was given: the source's own, without folders and suffixes."""
+    """The data set's name if none was given: the source's own, without folders and suffixes."""
     path = source.split(":")[1] if source.startswith("hf:") else source
     return KIND.sub("", Path(path).name)
 
 
 def check_name(name: str, source: str) -> None:
-    """Names have to be plain folder names, and nothing may take the place of data of another source."""
+    """Names must be plain folder names, and no data set may replace one from another source."""
     if not name or name.startswith(".") or set("/,*") & set(name):
         raise UserError(f"{name!r} cannot name a data set: it is the name of its folder; choose one with --name=…")
     there = name if name in NAMED else source
@@ -160,7 +160,7 @@ def check_name(name: str, source: str) -> None:
 
 def ensure_dataset(data: str) -> None:
     """
-    Make `tinyworld` or `python` if it is not there; any other data set has to be there, as in `load_manifest`. data: as
+    Make `tinyworld` or `python` if it is not there; any other data set must be there, see `load_manifest`. data: as
     `data_shares` takes it.
     """
     for name in data_shares(data):

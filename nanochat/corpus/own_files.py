@@ -1,9 +1,9 @@
 """
-Documents of a user's own files. A text (.txt .md .markdown .rst) is one document, divided at lines of <|endoftext|>
-and, where it is long, at blank lines. Each line of .jsonl and .ndjson, entry of .json, row of .csv, .tsv and .parquet
-is a document. All but .parquet may be .gz, .zst, .bz2 or .xz.
+Documents from a user's own files. A text (.txt .md .markdown .rst) is one document, divided at lines of <|endoftext|>
+and, if it is long, at blank lines. Each line of .jsonl and .ndjson, entry of .json, row of .csv, .tsv and .parquet
+is a document. All except .parquet may be compressed: .gz, .zst, .bz2 or .xz.
 
-Two rules: nothing is glued together or lost in silence, and every error names the file and what to do.
+Two rules: nothing is merged or lost silently, and every error names the file and what to do.
 """
 import codecs
 import contextlib
@@ -25,17 +25,17 @@ import pyarrow.parquet as pq
 from nanochat.runtime.errors import UserError, first_line
 
 MAX_CHARS = 64 << 10       # a text file longer than this becomes several documents
-# With fewer files than this each is cut into smaller documents: some of each can then be held out, and some trained on.
-# A file may be the only one in its language.
+# With fewer files than this, each is cut into smaller documents, so part of it can be held out and part trained on:
+# a file may be the only one in its language.
 FEW_FILES = 200
-SHORT_CHARS = 2000         # a document may be as short as this then; shorter only if there is one file
-SAMPLE = 1 << 20           # characters that are read at a time, and bytes for a guess of the encoding
+SHORT_CHARS = 2000         # then a document may be as short as this; shorter only if there is one file
+SAMPLE = 1 << 20           # characters that are read at a time, and bytes for guessing the encoding
 KIND = re.compile(r"\.(txt|md|markdown|rst|jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst|\.bz2|\.xz)?$", re.IGNORECASE)
 KINDS = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2/.xz of them)"
 TEXTS = ("txt", "md", "markdown", "rst")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-SEVEN_BIT = ("iso2022", "hz")  # names of encodings whose bytes are all ASCII begin so
-# What data sets write between stories. Only whole lines: a text may speak of these words.
+SEVEN_BIT = ("iso2022", "hz")  # names of encodings whose bytes are all ASCII begin with these
+# Data sets write these between stories. Only whole lines: a text may mention these words.
 SEPARATOR = re.compile(r"^(<\|endoftext\|>|<\|end_of_text\|>|</s>)[ \t\r]{0,9}(?:\n|\Z)", re.MULTILINE)
 LOOKAHEAD = 32             # characters; more than a separator has
 
@@ -45,13 +45,13 @@ Notes = defaultdict[str, list[str]]    # what to tell the user about files -> th
 
 
 class NotText(UserError):
-    """A row holds no text where it should. If it is the first of its file, the file is of some other use."""
+    """A row has no text where it should. If it is its file's first row, the file has some other use."""
 
 
 def own_documents(path: Path, tally: Counter, encoding: str, field: str, delimiter: str) -> Documents:
     """
-    (text, kin) of a file, or of all files in a folder that are of one of the KINDS; what is not read, or changed, is
-    printed at the end. UserError, with its place, for anything that is wrong.
+    (text, kin) of a file, or of all files of the KINDS in a folder; a summary at the end lists what was not read, or
+    changed. UserError, with its place, for anything that is wrong.
 
     encoding: see `encoding_of`. Characters that cannot be read are replaced by U+FFFD, and counted.
     field, delimiter: see `file_texts`.
@@ -75,7 +75,7 @@ def own_documents(path: Path, tally: Counter, encoding: str, field: str, delimit
                     documents += 1
                     yield text, text
         except NotText as error:
-            # A file that holds no text at all is for some other use, such as settings.json; a later row is damage.
+            # A file without any text is for some other use, such as settings.json; a bad later row is damage.
             if documents > before:
                 raise
             problem = problem or error
@@ -87,7 +87,7 @@ def own_documents(path: Path, tally: Counter, encoding: str, field: str, delimit
 
 @contextlib.contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """UserError for what reading a file raises where it is damaged, not there or in another encoding."""
+    """UserError if reading a file fails because it is damaged, missing or in another encoding."""
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, UnicodeError, LookupError) as error:
@@ -95,7 +95,7 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def own_path(source: str, expected: str) -> Path:
-    """A source that is a file or a folder, absolute: it names the same data from anywhere. UserError for no such."""
+    """A source's path, file or folder, absolute: it names the same data from anywhere. UserError if it is missing."""
     path = Path(source).expanduser().resolve()
     if not source or not path.exists():
         raise UserError(f"no source {source!r}, and no such path; expected {expected}")
@@ -104,8 +104,8 @@ def own_path(source: str, expected: str) -> Path:
 
 def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> list[Path]:
     """
-    The file, or all files below a folder whose names have the kind and are not hidden, in a fixed order. Linked folders
-    belong to it, each folder once.
+    The file, or all files below a folder whose names match `kind` and are not hidden, in a fixed order. Linked folders
+    are followed, each folder once.
     """
     if source.is_file():
         return [source] if kind.search(source.name) else []
@@ -143,7 +143,7 @@ def say(notes: Notes) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """The last suffix of a file of one of the KINDS, without the one of a compression."""
+    """The last suffix of a file of one of the KINDS, except a compression's suffix."""
     return KIND.findall(path.name)[0][0].lower()
 
 
@@ -151,7 +151,7 @@ def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str, d
     """
     The texts of a file; a text file is cut into texts of at most `most` characters.
 
-    field: where the text of a row is. delimiter: between the fields of .csv and .tsv; "" finds it out.
+    field: where the text of a row is. delimiter: between the fields of .csv and .tsv; "" detects it.
     """
     kind = kind_of(path)
     if kind == "parquet":
@@ -174,7 +174,7 @@ def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str, d
 
 
 def row_text(row: Any, field: str, place: str) -> str:
-    """The text in a row's field; null is empty. NotText, naming the place, where there is none."""
+    """The text in a row's field; null is empty. NotText, naming the place, if there is none."""
     if not isinstance(row, dict) or field not in row:
         names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise NotText(f"{place}: no field {field!r}; there is: {names or 'nothing'}; choose with --field=…")
@@ -195,7 +195,7 @@ def open_bytes(path: Path) -> IO[bytes]:
     suffix = path.suffix.lower()
     if suffix == ".xz":
         return lzma.open(path)
-    # Opened by Python, since Arrow opens no name that is not UTF-8.
+    # Opened by Python, because Arrow opens only names that are UTF-8.
     file = open(path, "rb")
     if suffix in COMPRESSIONS:
         return io.BufferedReader(pa.input_stream(file, compression=COMPRESSIONS[suffix]))
@@ -204,9 +204,9 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
     """
-    What reads a whole file without an error: UTF-8, or else the encoding that the user named; UserError, with a guess,
-    if neither does. Where none but UTF-8 is named, a few bad bytes among valid characters beyond ASCII are damage, and
-    noted. A file of ASCII bytes is also UTF-8, so a named 7-bit encoding comes first, if it finds anything in them.
+    The encoding that reads a whole file without an error: UTF-8, or else the one that the user named; UserError, with a
+    guess, if neither does. Unless another is named, a few bad bytes among valid characters beyond ASCII are damage, and
+    noted. A file of ASCII bytes is also UTF-8, so a named 7-bit encoding comes first if it finds more than ASCII.
     """
     named = codecs.lookup(encoding).name
     found = scan(path, "utf-8-sig")
@@ -221,11 +221,11 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
         return named
     found = scan(path, named, "replace")
     bad = found["bad"]
-    # Damage has at least as many good characters as bad ones: U+FFFD alone is 2 of `more`.
+    # Damage has at least as many good characters as bad ones: each U+FFFD adds 2 to `more`.
     if named == "utf-8" and is_text(found) and found["more"] >= 3 * bad:
         notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({bad:,})")
         return "utf-8-sig"
-    # Imported late: few need it.
+    # Imported late: rarely needed.
     import charset_normalizer
 
     advice = "repair it, or convert it to UTF-8 with iconv, whose -c leaves out what cannot be read"
@@ -241,18 +241,18 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
 
 def scan(path: Path, encoding: str, errors: str = "strict") -> Counter:
     """
-    Counts in a whole text file: `characters`; `bad` ones: replaced, or zeros, as in UTF-16 of English read as UTF-8, or
-    without limit if it cannot be read; `more` bytes than characters in UTF-8; `escapes` of ISO 2022.
+    Counts in a whole text file: `characters`; `bad` ones (replaced, or zeros, as in English UTF-16 read as UTF-8;
+    sys.maxsize if it cannot be read); `more` bytes than characters in UTF-8; `escapes` of ISO 2022.
     """
     found: Counter = Counter()
     with open_text(path, encoding, errors=errors) as file:
         try:
             while text := file.read(SAMPLE):
                 found["characters"] += len(text)
-                # With errors=replace only: a text may itself contain U+FFFD.
+                # Only with errors=replace: a text may itself contain U+FFFD.
                 found["bad"] += text.count("\0") + text.count("\ufffd") * (errors == "replace")
                 found["more"] += len(text.encode(errors="replace")) - len(text)
-                # A terminal's colors have another sign after the escape.
+                # A terminal's colors have another character after the escape.
                 found["escapes"] += text.count("\x1b$")
         except UnicodeError:
             return Counter(bad=sys.maxsize)
@@ -265,9 +265,9 @@ def is_text(found: Counter) -> bool:
 
 def cut_text(file: TextIO, most: int, separators: Counter) -> Iterator[str]:
     """
-    A text, divided at lines that are a SEPARATOR (which are counted), in parts of at most `most` characters. Each is
-    cut at the last gap between chapters (or Python's top-level definitions) that fits, else between paragraphs, lines,
-    words, characters.
+    A text, divided at SEPARATOR lines (which are counted), in parts of at most `most` characters. Each is cut at the
+    last gap between chapters (or Python's top-level definitions) that fits, else between paragraphs, lines, words,
+    characters.
     """
     rest = file.read(most + LOOKAHEAD)
     while rest:
@@ -278,7 +278,7 @@ def cut_text(file: TextIO, most: int, separators: Counter) -> Iterator[str]:
             end, after = separator.span()
         elif len(rest) > most:
             end = after = most
-            # No part is shorter than a quarter of `most`, so a text without gaps does not fall into crumbs.
+            # No part is shorter than a quarter of `most`, so a text with few gaps does not become crumbs.
             for mark in ("\n\n\n", "\n\n", "\n\r\n", "\n", " "):
                 found = rest.rfind(mark, most // 4, most)
                 if found >= 0:
@@ -291,7 +291,7 @@ def cut_text(file: TextIO, most: int, separators: Counter) -> Iterator[str]:
 # ---- Rows of a file
 
 def json_rows(path: Path, encoding: str, whole: bool = True) -> Rows:
-    """whole: the entries of a list, or a single object. Else, or if the file is neither, one row a line."""
+    """whole: the entries of a list, or a single object. Else, or if the file is neither, one row per line."""
     with open_text(path, encoding) as file:
         lines: Iterable[str] = file
         if whole:
@@ -299,7 +299,7 @@ def json_rows(path: Path, encoding: str, whole: bool = True) -> Rows:
             try:
                 entries = json.loads(text)
             except (ValueError, RecursionError):
-                # Some call it .json and write lines. A compressed file cannot be read from its start again.
+                # Some .json files have a row per line. A compressed file cannot be read from its start again.
                 lines = io.StringIO(text)
             else:
                 for number, row in enumerate(entries if isinstance(entries, list) else [entries], start=1):
@@ -316,10 +316,10 @@ def json_rows(path: Path, encoding: str, whole: bool = True) -> Rows:
 
 def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
     """
-    The rows by the names in the first line. delimiter: "" takes the one of , ; tab and | that finds the field among the
-    names, or most names.
+    The rows, with the first line's names. delimiter: "" takes the one of , ; tab and | that finds the field among the
+    names, or else most names.
     """
-    # Characters of a field: texts are longer than the limit of 131,072 that Python sets.
+    # Characters of a field: texts may be longer than Python's limit of 131,072.
     csv.field_size_limit(1 << 29)
 
     def names(mark: str) -> list[str]:
@@ -349,8 +349,8 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
 
 def has_plain_quotation_marks(lines: Iterable[str], delimiter: str) -> bool:
     """
-    Whether quotation marks mean nothing, as in many files with tabs: each line has as many fields, and on one of them a
-    quotation does not end. Read as quotations, these marks would glue rows together.
+    Whether quotation marks mean nothing, as in many files with tabs: all lines have equally many fields, and on one of
+    them a quotation does not end. Read as quotations, these marks would merge rows.
     """
     widths = set()
     unended = False
@@ -367,7 +367,7 @@ def parquet_rows(path: Path, field: str) -> Rows:
     # Opened by Python, as in open_bytes.
     with open(path, "rb") as file, pq.ParquetFile(file) as parquet:
         columns = parquet.schema_arrow.names
-        # Reading one column is faster. If there is no such column, a row is read whole, to say which there are.
+        # Reading one column is faster. If it is missing, whole rows are read, to say which columns exist.
         if field in columns:
             columns = [field]
         for batch in parquet.iter_batches(batch_size=256, columns=columns):

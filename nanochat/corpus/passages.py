@@ -1,8 +1,8 @@
 """
-A folder, or Python's documentation, in passages: what `python -m scripts.library` makes, and the assistant looks up.
+Passages of a folder or of Python's documentation: `python -m scripts.library` makes them; the assistant looks them up.
 
-A passage is as many sentences of a paragraph as have 300 characters. Its title is the name of a Python object, the
-heading above it, or else the name of its file. nanochat/inference/retrieval.py reads what is written here.
+A passage has as many sentences of a paragraph as fit into 300 characters. Its title is a Python object's name, the
+heading above it, or else its file's name. nanochat/inference/retrieval.py reads what this module writes.
 """
 import hashlib
 import itertools
@@ -24,11 +24,11 @@ from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import locked, recover_folder, write_aside
 from nanochat.runtime.progress import progress
 
-WHOLE = 1 << 30  # characters: a text is not cut in pieces, so that its lines can be counted
+WHOLE = 1 << 30  # characters: a text is not cut into pieces, so its lines can be counted
 LONGEST = 300  # characters of a passage
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-MARKUP = re.compile(r"!?\[([^\]]{0,200})\](?:\([^)]{0,500}\)|\[[^\]]{0,200}\])|`+|\*\*")  # what a link says stays
-# Code and comments are left out: on one line they cannot be read.
+MARKUP = re.compile(r"!?\[([^\]]{0,200})\](?:\([^)]{0,500}\)|\[[^\]]{0,200}\])|`+|\*\*")  # a link's text stays
+# Code and comments are left out: on one line they are unreadable.
 BLOCK = re.compile(r"""
     \A---\n[\s\S]*?\n---$                                        # front matter
     | ^[ ]*```[\s\S]*?(?:^[ ]*```|\Z)                             # code
@@ -61,8 +61,8 @@ CREATE INDEX names ON passages(last, key);
 def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8",
                  delimiter: str = "") -> Path:
     """
-    Make the library of a folder or file, or of "python", and return its place. The settings are those of the command,
-    scripts/library.py. A library that is there is replaced as a whole.
+    Make the library of a folder or file, or of "python", and return its path. The settings are the command's, see
+    scripts/library.py. An existing library is replaced as a whole.
     """
     if source == "python":
         passages = python_passages()
@@ -100,7 +100,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
 
 
 def open_library(file: str | None, copying: bool = True) -> Tools:
-    """The tools with a library, as `open_tools`; a line where its source has changed since."""
+    """The tools with a library, see `open_tools`; a warning if its source has changed since."""
     tools = open_tools(file, copying)
     if tools.library:
         source = tools.library.manifest["source"]
@@ -122,7 +122,7 @@ def source_state(source: str) -> str:
 # ---- Passages
 
 def file_passages(source: Path, encoding: str, field: str, delimiter: str) -> Iterator[Passage]:
-    """The passages of all files; what is not read is printed."""
+    """The passages of all files; files that are not read are printed."""
     notes = Notes(list)
     for file in files_below(source, notes):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
@@ -136,7 +136,7 @@ def file_passages(source: Path, encoding: str, field: str, delimiter: str) -> It
                     yield Passage(title, passage, f"{name}:{number}")
                 # One line more: the separator between this text and the next.
                 lines += text.count("\n") + 1
-        # Parsers raise all kinds. One damaged file does not cost the library of all others.
+        # Parsers raise all kinds of errors. One damaged file must not prevent a library of the others.
         except Exception as error:
             rest = " to its end" if lines else ""
             print(f"{name} is not read{rest}: {first_line(error)}")
@@ -171,7 +171,7 @@ def cut(paragraph: str) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """On one line, without Markdown's marks."""
+    """The text on one line, without Markdown's marks."""
     return " ".join(MARKUP.sub(r"\1", text).split())
 
 

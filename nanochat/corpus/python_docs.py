@@ -14,7 +14,7 @@ inspect io ipaddress itertools json keyword locale logging math mimetypes operat
 pprint queue random re secrets shelve shlex shutil signal socket sqlite3 stat statistics string struct subprocess sys
 tarfile tempfile textwrap threading time timeit traceback types typing unicodedata urllib.parse uuid warnings weakref
 zipfile zlib""".split()
-# torch and nanochat/runtime/exits.py put others into their places, so their documentation depends on what is imported.
+# torch and nanochat/runtime/exits.py replace these, so their documentation depends on what is imported.
 REPLACED = ("inspect.getfile", "sys.excepthook")
 LONGEST = 130  # characters of an answer
 # At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "map(…) --> map object\n\nMake …".
@@ -34,9 +34,9 @@ def documentation() -> dict[str, str]:
 
 
 def public_objects() -> Iterator[tuple[str, object]]:
-    """(name, object): modules, their functions and classes, and the methods and properties of those classes."""
+    """(name, object): modules, their functions and classes, and the methods and properties of these classes."""
     # By id: an object has the first name that it is seen under, so uuid.int_ is int. The objects are kept, so
-    # that no id is used again.
+    # no id is used again.
     known: dict[int, object] = {}
     for module_name in MODULES:
         try:
@@ -67,7 +67,7 @@ def first_paragraph(doc: str) -> str:
 
 
 def first_sentence(doc: str) -> str | None:
-    """The first sentence after a signature; None where there is none that is short and made of words."""
+    """The first sentence after a signature; None unless it is short and made of words."""
     paragraph = first_paragraph(doc)
     text = paragraph[: sentence_ends(paragraph)[0]].rstrip(".:!")
     if len(text) > LONGEST or len(re.findall(r"[A-Za-z]{2,}", text)) < 3:

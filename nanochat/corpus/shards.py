@@ -2,15 +2,15 @@
 Documents in, parquet shards out: shuffled, without duplicates, the last shard held out.
 
 Every document gets a key, the hash of the seed and its text. Documents are written in the order of their keys,
-and that one decision gives everything that is asked of a data set:
+and this one decision gives a data set all that it needs:
 
-    shuffled          the order of hashes is a random order, drawn anew by each seed
-    no duplicates     equal texts have equal keys, and all but the first go
+    shuffled          the order of hashes is a random order, a new one for each seed
+    no duplicates     equal texts have equal keys, and only the first is kept
     reproducible      the result depends on the texts and the seed, not on the order they were found in
-    held out          validation is chosen by key as well, so no text can be on both sides
-    larger than RAM   a key's first bits name a bucket on disk; in memory are the keys and one bucket at a time
+    held out          validation is chosen by key as well, so no text can be in both splits
+    larger than RAM   a key's first bits name a bucket on disk; memory holds the keys and one bucket at a time
 
-What belongs together (the pieces of one file) carries one `kin` string and is held out, or not, as a whole.
+Documents that belong together (the pieces of one file) share one `kin` string and are held out, or not, as a whole.
 """
 import contextlib
 import hashlib
@@ -27,9 +27,9 @@ import pyarrow.parquet as pq
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import sha256
 
-BUCKETS = 64                 # a bucket must fit in memory: data may be about 64 times as large as that
-SLOTS = 1 << 16              # groups of kin, of which some are held out
-VAL_SHARE = 0.02             # of the text, but at least VAL_BYTES where that is less than a tenth of it
+BUCKETS = 64                 # a bucket must fit in memory: data may be about 64 times as large as memory
+SLOTS = 1 << 16              # groups of kin; some groups are held out
+VAL_SHARE = 0.02             # of the text, but at least VAL_BYTES if that is less than a tenth of the text
 VAL_BYTES = 500_000
 HEADER = struct.Struct("<16sHI")
 
@@ -40,10 +40,10 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
     Write (text, kin) documents as `shard_00000.parquet`, … into an empty folder; the last shard is validation.
 
     shard_bytes: text per training shard, roughly; the shards are made equally large.
-    max_shards: training shards to write at most; the first N do not depend on how many follow.
-    tally: counts duplicates into it.
+    max_shards: most training shards to write; the first N do not depend on how many follow.
+    tally: duplicates are counted here.
     what: the source's name, for errors.
-    Returns the manifest's entry of each shard. Raises UserError where there is too little text for two shards.
+    Returns the manifest's entry of each shard. Raises UserError if there is too little text for two shards.
     """
     buckets = [folder / f"bucket_{i:02d}" for i in range(BUCKETS)]
     sizes = spool(buckets, documents, seed, tally)
@@ -61,16 +61,16 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
 
 
 def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, tally: Counter) -> np.ndarray:
-    """First pass: every new document into the bucket that its key names. Returns the bytes of text in each slot."""
+    """First pass: write every new document into its key's bucket. Returns the bytes of text in each slot."""
     sizes = np.zeros(SLOTS, dtype=np.int64)
-    # About 100 bytes a document: 10 million documents take a gigabyte.
+    # About 100 bytes per document: 10 million documents take a gigabyte.
     seen: set[bytes] = set()
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(bucket, "wb")) for bucket in buckets]
         for text, kin in documents:
             if not text.strip():
                 continue
-            # Half a surrogate pair, which JSON can hold, becomes "?".
+            # Half a surrogate pair, which JSON can contain, becomes "?".
             data = text.encode(errors="replace")
             key = content_key(seed, data)
             if key in seen:
@@ -92,8 +92,8 @@ def content_key(seed: int, data: bytes) -> bytes:
 
 def choose_held_out(sizes: np.ndarray, total: int, shard_bytes: int) -> np.ndarray:
     """
-    The slots to hold out of `total` bytes, as a mask: see VAL_SHARE, and never more than a training shard. From the
-    top down until there is enough, passing over slots that would be too much; if all are too large, the smallest.
+    The slots to hold out of `total` bytes, as a mask: see VAL_SHARE; about a training shard at most. Slots are taken
+    from the top down until there is enough, skipping slots that are too large; if all are, the smallest.
     """
     wanted = min(shard_bytes, max(total * VAL_SHARE, min(VAL_BYTES, total / 10)))
     held_out = np.zeros(SLOTS, dtype=bool)
@@ -109,7 +109,7 @@ def choose_held_out(sizes: np.ndarray, total: int, shard_bytes: int) -> np.ndarr
 
 def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_bytes: int, shard_bytes: int,
                  max_shards: int) -> list[Path]:
-    """Second pass: the records in the order of their keys, into equally large training shards and one of validation."""
+    """Second pass: write the records, in key order, into equally large training shards and one validation shard."""
     number = max(1, round(train_bytes / shard_bytes))
     number_to_write = min(number, max_shards)
     paths: list[Path] = []
@@ -122,7 +122,7 @@ def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_
         elif len(paths) < number_to_write:
             train.append(text)
             size += len(text)
-            # The last of all takes what rounding leaves; with a limit, the last one ends like the others.
+            # The very last shard takes what rounding leaves; under a limit, the last one ends like the others.
             if size >= train_bytes / number and len(paths) < number - 1:
                 paths.append(write_shard(folder, len(paths), train))
                 train, size = [], 0
@@ -145,7 +145,7 @@ def write_shard(folder: Path, index: int, texts: list[bytes]) -> Path:
     """One parquet shard of UTF-8 texts."""
     path = folder / f"shard_{index:05d}.parquet"
     table = pa.table({"text": pa.array(texts, pa.string())})
-    # Statistics and dictionaries of free text are only weight.
+    # Statistics and dictionaries of free text only add bytes.
     pq.write_table(table, path, row_group_size=1024, compression="zstd", use_dictionary=False, write_statistics=False)
     return path
 
@@ -153,7 +153,7 @@ def write_shard(folder: Path, index: int, texts: list[bytes]) -> Path:
 def describe(path: Path, checksum: str) -> dict:
     """
     A shard's manifest entry, from the whole file and its SHA-256: `file`, `rows`, `bytes`, `text_bytes`, `sha256`.
-    Raises ValueError, in a few words, when it is not a parquet file with text in a `text` column.
+    Raises ValueError, in a few words, if it is not a parquet file with text in a `text` column.
     """
     rows = text_bytes = 0
     try:

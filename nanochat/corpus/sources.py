@@ -1,10 +1,10 @@
 """
-Where text comes from. A source is an iterator of (text, kin): documents of equal `kin` are never separated by the
-split between training and validation; mostly a document is its own kin.
+Where text comes from. A source is an iterator of (text, kin): documents with equal `kin` are never separated by the
+split between training and validation; usually a document is its own kin.
 
     tinyworld            the embedded corpus, generated
     python               the standard library of the running interpreter and the reference behind its `help()`
-    FOLDER or FILE       one's own text in any language, see own_files.py
+    FOLDER or FILE       your own text in any language, see own_files.py
     hf:NAME[:CONFIG]     any text data set that the `datasets` package can load, from the hub or from a folder
 
 (fineweb-edu and climbmix are fetched as finished shards instead, see download.py.)
@@ -44,7 +44,7 @@ def python_documents() -> Documents:
     for path in files_below(Path(sysconfig.get_path("stdlib")), Notes(list), re.compile(r"\.py$")):
         if not {"site-packages", "dist-packages", "pydoc_data"} & set(path.parts):
             try:
-                # It reads the encoding that the source declares.
+                # It uses the encoding that the source declares.
                 with tokenize.open(path) as file:
                     source = file.read()
             # Tests of the interpreter declare encodings that do not exist.
@@ -58,7 +58,7 @@ def python_documents() -> Documents:
 
 def hf_documents(name: str, config: str, field: str, seed: int, text_bytes: int) -> Documents:
     """
-    The rows of a Hugging Face data set's train split (or of its only one), streamed; name may be a local folder.
+    The rows of a Hugging Face data set's train split (or else its first), streamed; name may be a local folder.
     text_bytes: stop after that much text. The rows are mixed by a bounded shuffle buffer.
     """
     try:
@@ -71,14 +71,14 @@ def hf_documents(name: str, config: str, field: str, seed: int, text_bytes: int)
         split = splits["train" if "train" in splits else next(iter(splits))]
         for number, row in enumerate(split.shuffle(seed=seed % 2**32, buffer_size=SHUFFLE_BUFFER)):
             text = row_text(row, field, f"hf:{name}, row {number}")
-            # Characters, not bytes: near enough, and an encoding of every text would cost time.
+            # Characters, not bytes: near enough, and encoding every text would take time.
             left -= len(text)
             yield text, text
             if left <= 0:
                 return
     except UserError:
         raise
-    # The package raises all kinds: no such data set, no network, a wrong config, a damaged file.
+    # The package raises all kinds of errors: no data set, no network, a wrong config, a damaged file.
     except Exception as error:
         raise UserError(f"hf:{name}: {type(error).__name__}: {first_line(error)}; check the name and the network "
                         "(HF_ENDPOINT=… names a mirror)") from error

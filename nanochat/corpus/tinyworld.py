@@ -32,15 +32,15 @@ LENGTHS = {**dict.fromkeys(FACT_TOPICS, (3, 7)), "stories": (5, 8), "conversatio
 NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: they would outnumber all others
 
 WORDS = DATA["words"].split()
-PROMPTS = DATA["prompts"]  # beginning of a document -> what has to follow; "" where several answers may
+PROMPTS = DATA["prompts"]  # beginning of a document -> what must follow; "" if several answers may
 SENTENCES = {name: lines.splitlines() for name, lines in DATA["sentences"].items()}
 QUOTED_FACT = "{X}: {q} {Y}: {a}"
 SLOTS: dict[str, list[str]] = {}  # slot -> the words that may fill it
 for slots, words in DATA["slots"].items():
     SLOTS |= dict.fromkeys(slots, words.split())
 
-# Computed facts: (subject, answer, {y}, {x}). They are many on few words: spelling and arithmetic are what small models
-# find hardest, because tokens hide letters and digits.
+# Computed facts: (subject, answer, {y}, {x}). They are many, about few words: small models find spelling and arithmetic
+# hardest, because tokens hide letters and digits.
 COMPUTED: dict[str, list[tuple[str, ...]]] = {
     "spellings": [(word, "-".join(word)) for word in WORDS],
     "letters": [
@@ -87,7 +87,7 @@ class Fact(NamedTuple):
 
 
 class Question(NamedTuple):
-    prompt: str  # a document may begin so; a space and the answer must follow, then "."
+    prompt: str  # a document may begin with it; a space and the answer must follow, then "."
     answer: str
 
 
@@ -111,7 +111,7 @@ def as_prompt(telling: Telling, answer: str) -> str:
 
 
 def held_out_telling(key: str, tellings: list[Telling], answer: str) -> Telling | None:
-    """For about half of all keys one of these tellings; never one of the prompts that a model is to complete."""
+    """For about half of all keys one of these tellings, but none of the PROMPTS that a model completes."""
     # A hash, not a draw: the choice must be the same for every seed, and stay when facts are added.
     digest = hashlib.sha256(key.encode()).digest()
     candidates = [telling for telling in tellings if as_prompt(telling, answer) not in PROMPTS]
@@ -160,13 +160,13 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[s
 
 @cache
 def held_out_questions() -> tuple[Question, ...]:
-    """Questions that occur in no document, though fact and phrasing of each occur apart."""
+    """Questions that occur in no document, although each one's fact and phrasing occur separately."""
     return tuple(Question(as_prompt(fact.held_out, fact.answer), fact.answer) for fact in facts() if fact.held_out)
 
 
 @cache
 def tellings_of(topic: str, questions_only: bool = False) -> tuple[tuple[Telling, ...], ...]:
-    """For each fact of the topic its tellings, from which a document draws."""
+    """For each fact of the topic, the tellings from which a document draws."""
     return tuple(
         tuple(telling for telling in fact.tellings if telling.question or not questions_only)
         for fact in facts()
@@ -183,7 +183,7 @@ def slots_of(template: str) -> tuple[str, ...]:
 
 
 def fill(templates: Sequence[str], known: Slots, rng: StableRandom) -> tuple[str, Slots]:
-    """One of the templates, its unknown slots drawn from the words not yet in use; the sentence and all its slots."""
+    """One of the templates, its unknown slots drawn from words not yet in use; returns the sentence and all slots."""
     template = rng.choice(templates)
     values = dict(known)
     for slot in slots_of(template):
@@ -237,7 +237,7 @@ def generate(seed: int, index: int) -> Document:
     """
     Document `index` of corpus `seed`, the same on every machine: draws its topic, its length, then its sentences.
 
-    bits: going on after a sentence is paid for, stopping after the last one is not, because a model pays for that at
+    bits: going on after a sentence counts, stopping after the last one does not, because a model pays for it at
     <|bos|>, which has no bytes. Only the last sentence of a story, its question, shows how long the story is.
     """
     rng = StableRandom(f"{seed}:{index}")
@@ -258,8 +258,8 @@ def generate(seed: int, index: int) -> Document:
 
 def validation_documents(data: str) -> list[Document] | None:
     """
-    The validation documents of a data set with their bits, in the order of the shard. None for a data set of another
-    source, and for one that another version of this module has made.
+    The validation documents of a data set with their bits, in the order of the shard. None if the data set has another
+    source, or if another version of this module made it.
     """
     manifest = load_manifest(data)
     if manifest["source"] != "tinyworld":
@@ -270,7 +270,7 @@ def validation_documents(data: str) -> list[Document] | None:
 
 
 def entropy_floor(data: str) -> float | None:
-    """Bits per byte of the validation documents under the process that made them, where that is known; else None."""
+    """Bits per byte of the validation documents under the process that made them, if it is known; else None."""
     documents = validation_documents(data)
     if documents is None:
         return None
@@ -278,7 +278,7 @@ def entropy_floor(data: str) -> float | None:
 
 
 def sample_prompts(data: str, count: int = 6) -> list[str]:
-    """How samples of a model begin: the prompts of the embedded world, or beginnings of other data's held-out texts."""
+    """Prompts for a model's samples: the embedded world's, or beginnings of another data set's held-out texts."""
     if load_manifest(data)["source"] == "tinyworld":
         return list(PROMPTS)
     # Whole words, or ten characters of a script without blanks.
