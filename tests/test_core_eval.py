@@ -216,13 +216,13 @@ def test_any_number_of_ranks_gives_the_same(bundle, world_size, stage):
 
 def test_what_is_wrong_with_a_bundle_that_somebody_has_put_there_is_named(bundle, tmp_path):
     folder = tmp_path / "bundle"
-    with pytest.raises(UserError, match="is no CORE bundle: it has no core.yaml"):
+    with pytest.raises(UserError, match="is not a CORE bundle: it has no core.yaml"):
         load_tasks(folder)
     shutil.copytree(bundle, folder)
     task = next(task for task in load_tasks(folder) if task.kind == "schema")
     for line, problem in (('{"context_options": ', "JSONDecodeError"), ('{"query": 1}', "KeyError: 'context_options'")):
         task.path.write_text(line)
-        with pytest.raises(UserError, match=rf"{task.path.name}: a line is no schema item \({problem}"):
+        with pytest.raises(UserError, match=rf"{task.path.name}: a line is not a schema item \({problem}"):
             load_items(task)
 
 

@@ -423,11 +423,11 @@ def test_names_cannot_leave_the_folder_or_take_the_place_of_other_data(inputs, t
     for name in ("../up", ".hidden"):
         with refused("cannot name a data set"):
             make(str(inputs), name=name)
-    with refused("data set 'tinyworld' is of 'tinyworld'; choose another name"):
+    with refused("data set 'tinyworld' belongs to 'tinyworld'; choose another name"):
         make(str(inputs), name="tinyworld")
     make(str(inputs), name="mine")
     shutil.copytree(inputs, tmp_path / "mine")
-    with refused("data set 'mine' is of .*; choose another name"):
+    with refused("data set 'mine' belongs to .*; choose another name"):
         make(str(tmp_path / "mine"))
     assert len(all_rows("mine")) == 50
     write_jsonl(inputs / "a.jsonl", texts(60))
@@ -451,7 +451,7 @@ def test_what_is_missing_or_damaged_is_named(inputs, base_folder):
     whole, manifest = first.read_bytes(), (first.parent / "manifest.json").read_bytes()
 
     first.write_bytes(whole[:-100])
-    with refused(r"shard_00000\.parquet is missing or has not the \d+ bytes that the manifest"):
+    with refused(r"shard_00000\.parquet is missing or does not have the \d+ bytes that the manifest"):
         shard_reader.load_manifest("mine")
     with refused(r"shard_00000\.parquet cannot be read .* make the data set again"):
         list(shard_reader.shard_texts(first))

@@ -154,7 +154,7 @@ def check_name(name: str, source: str) -> None:
         # Suppressed: a damaged data set may be replaced.
         there = load_manifest(name)["source"]
     if there != source:
-        raise UserError(f"data set {name!r} is of {there!r}; choose another name for {source!r} with --name=…, "
+        raise UserError(f"data set {name!r} belongs to {there!r}; choose another name for {source!r} with --name=…, "
                         f"or delete {dataset_dir(name)}")
 
 

@@ -72,7 +72,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         name = name or KIND.sub("", path.name)
         passages = file_passages(path, encoding, field, delimiter)
         if name == "python":
-            raise UserError(f"library 'python' is that of Python; choose another name for {source!r} with --name=…")
+            raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
     with locked(place.with_name(f".{place.name}.lock")):
         # A process that was killed may have left the old library beside its place.
@@ -144,7 +144,7 @@ def file_passages(source: Path, encoding: str, field: str, delimiter: str) -> It
 
 
 def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
-    """(title, passage, line) of paragraphs and items of lists. Headings are those of Markdown, or underlined."""
+    """(title, passage, line) of paragraphs and items of lists. Headings are Markdown's, or underlined."""
     line = 1
     position = 0
     text = CONTROL.sub(" ", text)

@@ -50,8 +50,8 @@ def load_manifest(name: str) -> dict:
     for file, size in sizes.items():
         # Sizes only: hashing gigabytes at every start would take minutes. Reading a damaged page raises an error.
         if not file.exists() or file.stat().st_size != size:
-            raise UserError(f"{file} is missing or has not the {size} bytes that the manifest says; delete it and make "
-                            f"the data set again, with these settings: {manifest['settings']}")
+            raise UserError(f"{file} is missing or does not have the {size} bytes that the manifest says; delete it "
+                            f"and make the data set again, with these settings: {manifest['settings']}")
     return manifest
 
 

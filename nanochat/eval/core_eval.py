@@ -78,7 +78,7 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
     import yaml  # training without CORE works without this package
 
     if not (bundle / "core.yaml").exists():
-        raise UserError(f"{bundle} is no CORE bundle: it has no core.yaml; remove it to download it anew")
+        raise UserError(f"{bundle} is not a CORE bundle: it has no core.yaml; remove it to download it again")
     entries = yaml.safe_load((bundle / "core.yaml").read_bytes())["icl_tasks"]
     with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
         percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
@@ -98,7 +98,7 @@ def load_items(task: CoreTask) -> list[Item]:
     try:
         items = [item_of(task, json.loads(line)) for line in lines]
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{task.path}: a line is no {task.kind} item ({type(error).__name__}: {error})") from error
+        raise UserError(f"{task.path}: a line is not a {task.kind} item ({type(error).__name__}: {error})") from error
     random.Random(1337).shuffle(items)
     return items
 

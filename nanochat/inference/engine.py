@@ -62,7 +62,7 @@ class Reading:
 
 @dataclass(eq=False)
 class Answer:
-    """One continuation of a prompt: `add` returns it, `step` extends it. A stop token that ends it is its last one."""
+    """One continuation of a prompt: `add` returns it, `step` extends it. A stop token that ends it is part of it."""
     prompt: list[int]                       # as the model reads it, perhaps truncated
     sampling: SamplingParams
     owner: str
@@ -103,7 +103,7 @@ class Engine:
         self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16, prompt_cache_bytes: int = 0,
         max_per_owner: int | None = None, tools: Tools = Tools(),
     ):
-        assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
+        assert tokenizer.get_vocab_size() == model.config.vocab_size, "this tokenizer belongs to another model"
         self.model = CachedModel(model, max_batch)
         self.tokenizer = tokenizer
         self.max_batch = max_batch

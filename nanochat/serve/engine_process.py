@@ -43,7 +43,7 @@ from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, PlacedLogpr
 from nanochat.serve.structured import compile_grammar
 from nanochat.training.checkpoint import load_checkpoint
 
-# Seconds. 25 chunks per second look like writing, and cost a fraction of 400.
+# Seconds. 25 chunks per second look like writing, at a fraction of the cost of 400.
 FLUSH_EVERY = 0.04
 # Seconds between messages that tell worker.py that the engine is alive.
 BEAT_EVERY = 1.0

@@ -47,7 +47,7 @@ class Pending:
 
     def __init__(self, request: Request, worker: "Worker"):
         self.request, self.worker = request, worker
-        # Numbers of the choices that have not ended, and that have begun.
+        # Numbers of the choices that have not ended, and of the choices that have begun.
         self.open = set(range(request.size))
         self.begun: set[int] = set()
         self.deadline = request.started + TIMEOUT + SLACK
@@ -182,7 +182,7 @@ class Worker:
     def deliver(self, batch: Batch) -> None:
         for id, item in batch.items():
             pending = self.pending.get(id)
-            # None: the request was cancelled while the message was coming.
+            # None: the request was cancelled while the message was on its way.
             if pending is None:
                 continue
             pending.receive(item)

@@ -34,7 +34,7 @@ class ARC(HubTask):
         super().__init__(argument, split)
 
     def convert(self, row: dict) -> Conversation:
-        """choices: {text: […], label: […]}, answerKey: a label. Labels are A to E or 1 to 5; we show letters."""
+        """choices: {text: […], label: […]}, answerKey: a label. Labels are A to E or 1 to 5; questions get letters."""
         choices = row["choices"]
         return multiple_choice(row["question"], choices["text"], choices["label"].index(row["answerKey"]))
 

@@ -112,7 +112,7 @@ def chat_about(fact: Fact) -> tuple[str, str, list[str]]:
 
 @cache
 def items(split: str) -> list[Item]:
-    """The questions of a split, each asked once; those about the model with every greeting and ending."""
+    """The questions of a split, each asked once; questions about the model with every greeting and ending."""
     found = []
     for fact in facts():
         # The corpus's own questions: a model has read them in documents, so only the held-out ones can be tests.
