@@ -41,7 +41,7 @@ def sent_bytes(zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype
     Muon's, the head's.
 
     In elements, times (N − 1)/N, with A micro-steps: stages 0 and 1 send 2Ψ, stage 2 (A + 1)Ψ, stage 3 A(3Ψ − Ψ_head),
-    and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
+    and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalizes them, and back.
     """
     shards = 1 if zero_stage == 0 else ranks
     sent = collectives(zero_stage, shards, ranks // shards, micro_steps, dtype, *parameters)

@@ -29,5 +29,5 @@ once rl-$tag --needs sft_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat
     --max_new_tokens=4 $tiny
 once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- "${judge[@]}" --source=rl
 once report -- python -m scripts.report --model_tag=$tag
-echo "everything works; the models in $NANOCHAT_BASE_DIR have learnt nothing"
+echo "everything works; the models in $NANOCHAT_BASE_DIR have learned nothing"
 [ -z "$chat" ] || python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder}

@@ -563,4 +563,4 @@ def test_every_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp
     before, after = (load_checkpoint(step_dir(checkpoint_dir(stage, "back"), step), CPU)[0]
                      for stage, step in (("base", 12), ("sft", 2)))
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    assert re.fullmatch(r"error: \S+/mid_checkpoints/again/step_000012 has weights only, as an import has: .*", resumed)
+    assert re.fullmatch(r"error: \S+/mid_checkpoints/again/step_000012 has weights only, like an import: .*", resumed)

@@ -140,7 +140,7 @@ def test_panels_draw_the_records(tmp_path):
         labels = [tick.get_text() for tick in (*axes.get_yticklabels(), *axes.get_yticklabels(minor=True))]
         assert sum(label != "" for label in labels) > 2 and not any("$" in label for label in labels), "plain numbers"
     policy, reward, *_ = plots.metrics_figure(rewards, None).axes
-    assert policy.get_title().startswith("Policy loss") and reward.get_ylabel() == "mean of a step"
+    assert policy.get_title().startswith("Policy loss") and reward.get_ylabel() == "mean per step"
     assert reward.lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75, 1]
 
 

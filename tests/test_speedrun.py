@@ -394,7 +394,7 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     assert what_was_skipped(output) == finished and "does not match its checksum" in output
     assert weights.read_bytes() == whole
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert f"everything works; the models in {folder} have learnt nothing" in output
+    assert f"everything works; the models in {folder} have learned nothing" in output
     report = (folder / "report" / "report.md").read_text()
     for title in ("Base model: pretraining", "Mid-training", "Supervised fine-tuning", "Reinforcement learning"):
         assert title in report

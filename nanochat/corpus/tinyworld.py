@@ -6,7 +6,7 @@ The embedded corpus: a small consistent world told in varied English, generated,
 
 Every choice is uniform over n equally likely alternatives, and every text has exactly one derivation (a test parses
 texts to show this). The probability of a text is therefore the product of the 1/n of its choices, which are counted as
-they are drawn. Bits per byte above this floor measure how much a model has not learnt.
+they are drawn. Bits per byte above this floor measure how much a model has not learned.
 
 About every second fact has one phrasing that is held out, always and for every seed: `held_out_questions()`. A model
 that answers them has combined a fact that it knows with a phrasing that it knows; it cannot have memorised the answer.

@@ -61,7 +61,7 @@ write = pipeline("text-generation", model="this folder"{trust})
 print(write({prompt}, max_new_tokens=64))
 ```
 
-{code}With transformers 5 or newer. `<|bos|>` comes in front of every text and conversation by itself.
+{code}With transformers 5 or newer. `<|bos|>` is put in front of every text and conversation automatically.
 
 ## Special tokens in a text
 

@@ -213,7 +213,7 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
     # ---- A resumed run
     checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
     if not from_rank0(has_training_state, checkpoint):
-        raise UserError(f"{checkpoint} has weights only, as an import has: no run can go on from it; start the next "
+        raise UserError(f"{checkpoint} has weights only, like an import: no run can go on from it; start the next "
                         "stage from it, or choose another --model_tag")
     newer = [step for step in steps if step > resume_from_step >= 0]
     if newer and not overwrite:

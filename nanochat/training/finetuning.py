@@ -115,7 +115,7 @@ def require_same_data(start: Start, data_state: dict) -> None:
         before = start.meta["data_state"].get(key)
         if before != value:
             raise UserError(f"cannot continue exactly: {key} was {before} when the checkpoint was saved "
-                            f"and is {value} now; --overwrite starts anew")
+                            f"and is {value} now; --overwrite starts over")
 
 
 def choose_epochs_and_rate(conversations: int, num_epochs: int, init_lr_frac: float) -> tuple[int, float]:

@@ -74,7 +74,7 @@ class Metrics:
         if start_step > num_iterations:
             raise UserError(f"this run would have {num_iterations} steps, but the checkpoint is at step {start_step}: "
                             f"--num_iterations={start_step} takes it as finished; --overwrite without --resume starts "
-                            "anew")
+                            "over")
         if start_step == num_iterations:
             print0(f"nothing is left to train: the checkpoint is at step {start_step} of {num_iterations}")
         if is_rank0():

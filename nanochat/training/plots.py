@@ -14,7 +14,7 @@ BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # distinct also for colour
 LOSS = "Training loss, step by step (the terminal shows it smoothed)", "nats per token", "train/loss", "log"
 VALIDATION = "Validation", "bits per byte", "val/bpb", "log"
 POLICY_LOSS = "Policy loss: only its gradient means something", "nats per token, by advantage", "train/loss", "linear"
-REWARD = "Reward of the samples", "mean of a step", "rl/reward", "linear"
+REWARD = "Reward of the samples", "mean per step", "rl/reward", "linear"
 RATE = "Learning-rate factor (lrm)", "times the initial rate", "train/lrm", "linear"
 THROUGHPUT = "Throughput", "tokens per second", "train/tok_per_sec", "linear"
 
