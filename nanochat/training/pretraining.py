@@ -55,7 +55,8 @@ def continued_model(checkpoint: Path, settings: dict) -> tuple[GPTConfig, Tokeni
     config, depth, arch = GPTConfig(**read_meta(checkpoint)["model_config"]), settings["depth"], settings["arch"]
     name, changes = parse_architecture(arch)
     if depth not in (-1, config.n_layer):
-        raise UserError(f"depth={depth}, but {checkpoint} has {config.n_layer} layers, and cannot change: leave out --depth")
+        raise UserError(f"depth={depth}, but {checkpoint} has {config.n_layer} layers, which cannot change: leave out "
+                        "--depth")
     if name or "head_dim" in changes:
         raise UserError(f"arch={arch!r}, but {checkpoint} has its own architecture, which cannot change: expected only "
                         "changes that keep its weights' shapes, such as --arch=rope_theta=500000")
