@@ -162,8 +162,8 @@ def blockwise_attention(
 
 def query_blocks(length: int, window: int, begins: Tensor | None = None) -> list[tuple[int, int, int]]:
     """
-    (first query, end of queries and keys, first key) of each block. First keys are multiples of a block: the first
-    product of each shape is slow.
+    (first query, end of queries and keys, first key) of each block. Beginnings of documents are rounded down to a
+    multiple of the small block, so that few shapes occur: the first product of each shape is slow.
     """
     small, large = QUERY_BLOCKS
     size = small if length <= 512 else large
