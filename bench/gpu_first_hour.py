@@ -177,7 +177,7 @@ def products() -> None:
     for m, n, k in ((T, C, C), (T, 4 * C, C), (T, C, 4 * C), (C, C, T), (4 * C, C, T), (C, 4 * C, T), (T, V, C),
                     (V, C, T)):
         a, b = (torch.randn(size, k, device=device, dtype=dtype) for size in (m, n))
-        (a8, _, x), (b8, _, y) = scaled(a, torch.float8_e4m3fn), scaled(b, torch.float8_e4m3fn)
+        (a8, _, x), (b8, _, y) = (scaled([t], torch.float8_e4m3fn) for t in (a, b))
         name, flops = f"{m} x {n} x {k}", 2 * m * n * k
         rate(name, flops, partial(torch.matmul, a, b.T), PRODUCTS)
         rate(f"{name}, 8 bits", flops, partial(product, a8, x, b8, y, dtype, True), 2 * PRODUCTS)

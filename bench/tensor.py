@@ -78,8 +78,7 @@ def cut_block(block: Block, variant: str) -> None:
 
     def before_attention(x, cos, sin):
         normed = Travel.apply(norm(x), *entering)
-        weight = torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight))
-        return normed, *attn.split_heads(attn.linear(normed, weight), cos, sin)
+        return normed, *attn.heads(normed, cos, sin)
 
     def after_attention(x, y):
         y = attn.output(y)  # (1, T, C/N) → (1, T, C), a summand on each rank

@@ -1,12 +1,13 @@
 """Products in 8 bits: within what 3 and 2 bits of mantissa allow, and good enough to train with."""
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from nanochat.model import fp8
 from nanochat.model.fp8_cast import cast
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.model.layers import SquaredReLU
+from nanochat.model.layers import mlp, norm
 from nanochat.model.loss import Products, softcapped_cross_entropy
 from nanochat.runtime.errors import UserError
 
@@ -46,18 +47,56 @@ def test_products_are_within_the_rounding_of_their_operands(dtype, rounding):
         assert error.mean() > 0.01 * bound.mean(), "it is 8 bits that were multiplied"
 
 
-def test_an_mlp_in_8_bits_is_its_two_products_and_relu_squared():
-    """In float32 to the bit, forward and backward: relu² is computed where it is cast, and not kept."""
+@pytest.mark.parametrize("size", [1e-6, 1, 1e6])
+def test_products_side_by_side_are_each_alone(size):
+    """To the bit, where all have one scale."""
     generator = torch.Generator().manual_seed(0)
-    x, weight_in, weight_out, grad = (
-        torch.randn(shape, generator=generator, requires_grad=True)
-        for shape in ((2, 16, 32), (128, 32), (32, 128), (2, 16, 32)))
-    inputs = x, weight_in, weight_out
-    apart = fp8.fp8_linear(SquaredReLU.apply(fp8.fp8_linear(x, weight_in)), weight_out)
-    whole = fp8.fp8_mlp(*inputs)
-    assert whole.equal(apart)
-    for ours, theirs in zip(torch.autograd.grad(whole, inputs, grad), torch.autograd.grad(apart, inputs, grad)):
-        assert ours.equal(theirs)
+    x, *weights = (torch.randn(n, 32, generator=generator) * size for n in (48, 32, 16, 16))
+    grads = [torch.randn(48, len(weight), generator=generator) for weight in weights]
+    for rows in (*weights, *(grad.T for grad in grads)):
+        rows[0, 0] = 9 * size if rows.size(1) == 32 else 9
+    inputs = [t.requires_grad_() for t in (x, *weights)]
+    together = fp8.fp8_linears(x, weights)
+    alone = [fp8.fp8_linear(x, weight) for weight in weights]
+    assert all(a.equal(b) for a, b in zip(together, alone))
+    ours = torch.autograd.grad(together, inputs, grads)
+    theirs = torch.autograd.grad(alone, inputs, grads)
+    assert (ours[0] - theirs[0]).norm() < 1e-6 * ours[0].norm()
+    assert all(a.equal(b) for a, b in zip(ours[1:], theirs[1:]))
+
+
+def mlp_gradients(compute, x, weight_in, weight_out, grad) -> list[torch.Tensor]:
+    inputs = [t.clone().requires_grad_() for t in (x, weight_in, weight_out)]
+    y = compute(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+
+
+@pytest.mark.parametrize("unit", [1e-8, 1, 1e4])
+def test_an_mlp_in_8_bits_is_nearly_the_exact_one(unit):
+    """
+    Its result and gradients, of gradients of any size, and with rows of very different ones. relu² and its gradient
+    have a scale for the largest that they could be; with the scale of their largest number they are hardly better.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = norm(torch.randn(256, 64, generator=generator))
+    weight_in = torch.randn(256, 64, generator=generator) / 8
+    weight_out = torch.randn(64, 256, generator=generator) / 16
+    grad = torch.randn(256, 64, generator=generator) * torch.linspace(-7, 0, 256).exp()[:, None] * unit
+    arguments = x, weight_in, weight_out, grad
+    exact = mlp_gradients(mlp, *(t.double() for t in arguments))
+    ours = mlp_gradients(fp8.fp8_mlp, *arguments)
+    for a, b, limit in zip(ours, exact, (0.06, 0.1, 0.1, 0.08)):
+        assert (a - b).norm() < limit * b.norm()
+
+
+def test_the_largest_possible_products_do_not_overflow():
+    """Rows that point along the weights' rows, and gradients along their columns, reach the bounds of the scales."""
+    weight_in, weight_out = torch.zeros(64, 16), torch.zeros(16, 64)
+    weight_in[5] = weight_out[:, 5] = torch.linspace(0.5, 1.5, 16)
+    x, grad = 3 * weight_in[5].expand(16, 16), weight_out[:, 5].expand(16, 16)
+    exact = mlp_gradients(mlp, x, weight_in, weight_out, grad)
+    for a, b in zip(mlp_gradients(fp8.fp8_mlp, x, weight_in, weight_out, grad), exact):
+        assert (a - b).norm() < 0.15 * b.norm()
 
 
 @pytest.mark.parametrize("spread", [0, 5, 12])
@@ -80,18 +119,27 @@ def test_a_head_in_8_bits_gives_nearly_the_loss_and_gradients_of_float32(spread)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("form", ["x", "hidden", "both", "factor"])
+@pytest.mark.parametrize("form", ["parts", "hidden", "both", "factor"])
 @pytest.mark.parametrize("shape", [(16, 48), (272, 144), (1000, 1408)])
 def test_the_kernel_casts_as_torch_does(form, shape):
     x, hidden = torch.randn(2, *shape, device="cuda").exp().sub(1).bfloat16()
-    factor = torch.rand(len(x), device="cuda") if form == "factor" else None
-    x, hidden = (None if form == "hidden" else x), (None if form in ("x", "factor") else hidden)
+    scale, square_scale = torch.tensor([137.0, 121.0], device="cuda")  # nothing overflows
+    arguments = {
+        "parts": ([x, hidden[:, :16], x], None, scale), "hidden": ([], hidden, scale),
+        "both": ([x], hidden, scale), "factor": ([x], None, scale)}[form]
+    others = {"by_columns": form != "hidden"}
+    if form == "factor":
+        others["factor"] = torch.rand(len(x), device="cuda")
+    if form == "both":
+        others["square_scale"] = square_scale
     for dtype in (fp8.E4M3, fp8.E5M2):
-        scale = torch.tensor(0.37, device="cuda")
-        *others, by_row = (t if t is None else t.cpu() for t in (x, hidden, scale, factor))
-        on_cpu = cast(*others, dtype, factor=by_row)
-        for ours, theirs in zip(cast(x, hidden, scale, dtype, factor=factor), on_cpu):
+        on_cpu = cast(*tree_map(to_cpu, arguments), dtype, **tree_map(to_cpu, others))
+        for ours, theirs in zip(cast(*arguments, dtype, **others), on_cpu):
             assert ours.cpu().view(torch.uint8).equal(theirs.view(torch.uint8))
+
+
+def to_cpu(value):
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -4,8 +4,10 @@ arXiv:2209.05433: activations and weights have 3 bits of mantissa (e4m3), gradie
 Each tensor is scaled so that its largest value becomes the format's largest; sums are float32.
 Passes without gradients (validation, CORE, samples) multiply in the model's own dtype, as its users will.
 """
+from collections.abc import Sequence
+from functools import reduce
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.model.fp8_cast import cast
@@ -15,6 +17,9 @@ from nanochat.runtime.errors import UserError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
+# What rounding may add to a product of two 8-bit numbers, a half of their last bits, and to their sum: 1.0625 · 1.125
+# and a little.
+ROUNDING = 1.25
 # cuBLAS takes operands whose two sizes are multiples of this.
 MULTIPLE = 16
 # The narrowest model known to gain, 22 layers (nanochat, pull request 830): the cost of casts grows with the width,
@@ -42,6 +47,7 @@ def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
                         f"max_seq_len is {tokens}")
     for block in model.own_blocks():
         block.attn.linear = fp8_linear
+        block.attn.linears = fp8_linears
         block.mlp.compute = fp8_mlp
     if isinstance(model.lm_head, Head):
         model.lm_head.products = Fp8Products
@@ -51,7 +57,12 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     """F.linear(x, weight) with 8-bit copies, forward and backward: x (…, K), weight (M, K) → (…, M) in x's dtype."""
     if not torch.is_grad_enabled():
         return x @ weight.T
-    return Fp8Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+    return fp8_linears(x, (weight,))[0]
+
+
+def fp8_linears(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`linears` of layers.py with 8-bit copies, forward and backward."""
+    return [y.unflatten(0, x.shape[:-1]) for y in Fp8Linears.apply(x.flatten(0, -2), *weights)]
 
 
 def fp8_mlp(x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
@@ -66,72 +77,88 @@ class Fp8Products:
 
     def __init__(self, head: Tensor):
         self.dtype = head.dtype
-        self.head, self.columns, self.scale = scaled(head, E4M3)
+        self.head, self.columns, self.scale = scaled([head], E4M3)
 
     def logits(self, rows: Tensor) -> Tensor:
-        rows8, _, scale = scaled(rows, E4M3)
+        rows8, _, scale = scaled([rows], E4M3)
         return product(rows8, scale, self.head, self.scale, self.dtype, fast=True)
 
     def gradients(self, grad: Tensor, total: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         # Rows of the logits' gradient may differ by e^20, more than 8 bits span: each is rescaled during the cast.
         grad_scale = scale_for(weights.abs().amax(), E5M2)
-        grad8, grad_columns = cast(grad, None, grad_scale, E5M2, factor=weights / total)
-        _, rows_columns, rows_scale = scaled(rows, E4M3)
+        grad8, grad_columns, _ = cast([grad], None, grad_scale, E5M2, factor=weights / total)
+        _, rows_columns, rows_scale = scaled([rows], E4M3)
         return (product(grad8, grad_scale, self.columns, self.scale, self.dtype),
                 product(grad_columns, grad_scale, rows_columns, rows_scale, self.dtype))
 
 
-class Fp8Linear(torch.autograd.Function):
+class Fp8Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        x8, x8_columns, x_scale = scaled(x, E4M3)
-        weight8, weight8_columns, weight_scale = scaled(weight, E4M3)
+    def forward(ctx, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        x8, x8_columns, x_scale = scaled([x], E4M3)
+        weight8, weight8_columns, weight_scale = scaled([torch.cat(weights)], E4M3)
         ctx.save_for_backward(x8_columns, x_scale, weight8_columns, weight_scale)
-        return product(x8, x_scale, weight8, weight_scale, x.dtype, fast=True)
+        ctx.sizes = [len(weight) for weight in weights]
+        return product(x8, x_scale, weight8, weight_scale, x.dtype, fast=True).split(ctx.sizes, dim=1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
         x8_columns, x_scale, weight8_columns, weight_scale = ctx.saved_tensors
-        grad8, grad8_columns, grad_scale = scaled(grad, E5M2)
-        grad_x = product(grad8, grad_scale, weight8_columns, weight_scale, grad.dtype)     # (N, K)
-        grad_weight = product(grad8_columns, grad_scale, x8_columns, x_scale, grad.dtype)  # (M, K)
-        return grad_x, grad_weight
+        dtype = grads[0].dtype
+        grad8, grad8_columns, grad_scale = scaled(grads, E5M2)
+        grad_x = product(grad8, grad_scale, weight8_columns, weight_scale, dtype)     # (N, K)
+        grad_weight = product(grad8_columns, grad_scale, x8_columns, x_scale, dtype)  # (M, K)
+        return grad_x, *grad_weight.split(ctx.sizes)
 
 
 class Fp8MLP(torch.autograd.Function):
-    """Both products of an MLP with relu² between them, which is computed during the cast and never kept."""
+    """
+    Both products of an MLP with relu² between them, which is computed during the cast and never kept. The scales of
+    what is 4 C wide come from a bound, which saves a pass over memory: a product is at most the norms of its row and
+    column (Cauchy and Schwarz), times what rounding to 8 bits adds. Such a scale is larger than needed, which costs
+    floating-point numbers nothing until they become smaller than the smallest: e4m3 has 18 powers of two, e5m2 32.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
-        x8, x8_columns, x_scale = scaled(x, E4M3)
-        in8, in8_columns, in_scale = scaled(weight_in, E4M3)
+        x8, x8_columns, x_scale = scaled([x], E4M3)
+        in8, in8_columns, in_scale = scaled([weight_in], E4M3)
         hidden = product(x8, x_scale, in8, in_scale, x.dtype, fast=True)  # (N, 4 C)
-        square_scale = scale_for(F.relu(hidden).amax().float().square(), E4M3)
-        square8, _ = cast(None, hidden, square_scale, E4M3, by_columns=False)
-        out8, out8_columns, out_scale = scaled(weight_out, E4M3)
-        ctx.save_for_backward(
-            x8_columns, x_scale, in8_columns, in_scale, hidden, square_scale, out8_columns, out_scale)
+        largest = ROUNDING * longest(x, 1) * longest(weight_in, 1)
+        square_scale = scale_for(largest.square(), E4M3)
+        square8, _, _ = cast([], hidden, square_scale, E4M3, by_columns=False)
+        out8, out8_columns, out_scale = scaled([weight_out], E4M3)
+        ctx.save_for_backward(x8_columns, x_scale, in8_columns, in_scale, hidden, square_scale, out8_columns, out_scale,
+                              2 * largest * longest(weight_out, 0))
         return product(square8, square_scale, out8, out_scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x8_columns, x_scale, in8_columns, in_scale, hidden, square_scale, out8_columns, out_scale = ctx.saved_tensors
+        (x8_columns, x_scale, in8_columns, in_scale, hidden, square_scale, out8_columns, out_scale,
+         slope) = ctx.saved_tensors
         dtype = grad.dtype
-        grad8, grad8_columns, grad_scale = scaled(grad, E5M2)
-        # Cast again: keeping relu² would take an eighth more memory at depth 22.
-        _, square8_columns = cast(None, hidden, square_scale, E4M3, by_rows=False)
-        grad_out = product(grad8_columns, grad_scale, square8_columns, square_scale, dtype)
+        grad8, grad8_columns, grad_scale = scaled([grad], E5M2)
         wide = product(grad8, grad_scale, out8_columns, out_scale, dtype)  # (N, 4 C), gradient of relu²
-        wide_scale = scale_for((2 * F.relu(hidden).float() * wide).abs().amax(), E5M2)
-        wide8, wide8_columns = cast(wide, hidden, wide_scale, E5M2)
+        # A row of grad is at most √C times its largest number long.
+        row = grad_scale * torch.finfo(E5M2).max * grad.size(1) ** 0.5
+        wide_scale = scale_for(ROUNDING * slope * row, E5M2)
+        # relu² is cast again: keeping it would take an eighth more memory at depth 22.
+        wide8, wide8_columns, square8_columns = cast([wide], hidden, wide_scale, E5M2, square_scale=square_scale)
+        grad_out = product(grad8_columns, grad_scale, square8_columns, square_scale, dtype)
         grad_in = product(wide8_columns, wide_scale, x8_columns, x_scale, dtype)
         return product(wide8, wide_scale, in8_columns, in_scale, dtype), grad_in, grad_out
 
 
-def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x (N, K) / scale in 8 bits, the same transposed, (K, N), and the scale."""
-    scale = scale_for(x.abs().amax(), dtype)
-    return *cast(x, None, scale, dtype), scale
+def scaled(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts (N, K_i), side by side, / scale in 8 bits, (N, K), the same transposed, (K, N), and the scale."""
+    scale = scale_for(reduce(torch.maximum, [part.abs().amax() for part in parts]), dtype)
+    rows, columns, _ = cast(parts, None, scale, dtype)
+    return rows, columns, scale
+
+
+def longest(x: Tensor, dim: int) -> Tensor:
+    """The largest norm of a row (dim 1) or a column (dim 0) of a matrix, float32."""
+    return x.float().square().sum(dim).amax().sqrt()
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:

@@ -89,6 +89,12 @@ def set_compile(wanted: bool, device_type: str) -> bool:
             from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{default_cache_dir()}-nice")
+        if device_type == "cuda":
+            # Up to so many reads and operations, a value is computed again where it is used. With inductor's limits, 4
+            # and 30, a block's backward pass would write two values to memory in float32, and read them again.
+            from torch._inductor import config as inductor  # slow to import
+
+            inductor.realize_reads_threshold, inductor.realize_opcount_threshold = 8, 100
         # Let the cache on disk also hold graphs with our autograd functions, so that a new process need not trace them
         # again. Its key covers what these functions do, as long as they call only torch operations.
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
