@@ -1,7 +1,8 @@
 """
 Matrix products in 8 bits, at twice the rate of bfloat16 on Hopper and later GPUs. Micikevicius et al. 2022,
 arXiv:2209.05433: activations and weights have 3 bits of mantissa (e4m3), gradients 2 bits and a larger range (e5m2).
-Each tensor is scaled so that its largest value becomes the format's largest; sums are float32.
+Each tensor is scaled so that its largest value, or a bound of it (`Fp8MLP`), becomes the format's largest; sums are
+float32.
 Passes without gradients (validation, CORE, samples) multiply in the model's own dtype, as its users will.
 """
 from collections.abc import Sequence
