@@ -39,8 +39,9 @@ def test_ideas_equal_one_rank_send_what_the_formulas_say_and_mistakes_show(idea,
         # Experts are not chosen equally often.
         assert sent == pytest.approx(formula, rel=0.2 if idea == "experts" else 0), i
         assert here < whole / ranks * (1 if idea in ("context", "experts") else 2), i
-    if idea == "tensor":  # 1/N of a block's activations, except two inputs that are gathered, cos, sin and tokens
-        common = 4 * 2 * tensor.T * tensor.C + sum(angles.nbytes for angles in tensor.ANGLES) + 8 * tensor.T
+    # 1/N of a block's activations, except two inputs that are gathered, a gate's 32 channels, cos, sin and tokens.
+    if idea == "tensor":
+        common = 4 * (2 * tensor.C + 32) * tensor.T + sum(angles.nbytes for angles in tensor.ANGLES) + 8 * tensor.T
         *_, whole, here = results[1]
         assert here - common == pytest.approx((whole - common) / ranks, rel=0.005)
         assert here < results[0][-1]
