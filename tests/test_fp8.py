@@ -74,13 +74,15 @@ def mlp_gradients(compute, x, weight_in, weight_out, grad) -> list[torch.Tensor]
 @pytest.mark.parametrize("unit", [1e-8, 1, 1e4])
 def test_an_mlp_in_8_bits_is_nearly_the_exact_one(unit):
     """
-    Its result and gradients, of gradients of any size, and with rows of very different ones. relu² and its gradient
-    have a scale for the largest that they could be; with the scale of their largest number they are hardly better.
+    Its result and gradients, of gradients of any size, and with rows of very different ones. One channel is 20 times
+    the others, without output: then relu² needs all of E4M3's range.
     """
     generator = torch.Generator().manual_seed(0)
     x = norm(torch.randn(256, 64, generator=generator))
     weight_in = torch.randn(256, 64, generator=generator) / 8
+    weight_in[3] *= 20
     weight_out = torch.randn(64, 256, generator=generator) / 16
+    weight_out[:, 3] = 0
     grad = torch.randn(256, 64, generator=generator) * torch.linspace(-7, 0, 256).exp()[:, None] * unit
     arguments = x, weight_in, weight_out, grad
     exact = mlp_gradients(mlp, *(t.double() for t in arguments))
@@ -89,14 +91,27 @@ def test_an_mlp_in_8_bits_is_nearly_the_exact_one(unit):
         assert (a - b).norm() < limit * b.norm()
 
 
-def test_the_largest_possible_products_do_not_overflow():
-    """Rows that point along the weights' rows, and gradients along their columns, reach the bounds of the scales."""
-    weight_in, weight_out = torch.zeros(64, 16), torch.zeros(16, 64)
-    weight_in[5] = weight_out[:, 5] = torch.linspace(0.5, 1.5, 16)
-    x, grad = 3 * weight_in[5].expand(16, 16), weight_out[:, 5].expand(16, 16)
-    exact = mlp_gradients(mlp, x, weight_in, weight_out, grad)
-    for a, b in zip(mlp_gradients(fp8.fp8_mlp, x, weight_in, weight_out, grad), exact):
-        assert (a - b).norm() < 0.15 * b.norm()
+def test_the_gradient_of_relu_squared_stays_within_its_bound(monkeypatch):
+    """Also if gradients point along a column of the weight, and rounding makes every number as large as it can."""
+    scaled = []
+
+    def watched(parts, hidden, scale, dtype, **how):
+        if parts and hidden is not None:
+            scaled.append((2 * hidden.relu() * parts[0] / scale).abs().max().item() / torch.finfo(dtype).max)
+        return cast(parts, hidden, scale, dtype, **how)
+
+    monkeypatch.setattr(fp8, "cast", watched)
+    for width in (16, 256):
+        weight_in, weight_out = torch.zeros(4 * width, width), torch.zeros(width, 4 * width)
+        weight_in[5] = 1
+        # Just above the middle between two numbers of the format; another column sets the scale to a power of two.
+        weight_out[:, 5] = (1 + 2**-4 + 1e-3) / 448 * 256
+        weight_out[0, 6] = 1.75 / 448 * 256
+        inputs = torch.ones(16, width), weight_in, weight_out, torch.ones(16, width)
+        exact = mlp_gradients(mlp, *inputs)
+        for a, b in zip(mlp_gradients(fp8.fp8_mlp, *inputs), exact):
+            assert (a - b).norm() < 0.15 * b.norm()
+    assert len(scaled) == 2 and all(0.9 < part < 1 for part in scaled)
 
 
 @pytest.mark.parametrize("spread", [0, 5, 12])
@@ -150,6 +165,12 @@ def test_what_is_not_finite_stays_so(value):
     fp8.fp8_linear(torch.ones(16, 16), weight).backward(grad)
     assert not weight.grad.isfinite().any()
     assert fp8.fp8_linear(torch.zeros(16, 16), weight).eq(0).all()
+    for place in range(4):  # x, the weights, the gradient
+        inputs = [torch.ones(shape) for shape in ((16, 16), (64, 16), (16, 64), (16, 16))]
+        inputs[place][3, 4] = value
+        y, *gradients = mlp_gradients(fp8.fp8_mlp, *inputs)
+        assert place == 3 or not y.isfinite().any()
+        assert not gradients[0].isfinite().any() and not gradients[1].isfinite().any()
 
 
 def test_a_model_multiplies_in_8_bits():
