@@ -12,8 +12,8 @@ from nanochat.runtime.flops import Gpu
 
 # Products within a step: share of the datasheet's bfloat16 rate, or in 8 bits of twice that rate.
 PRODUCTS = 0.7
-# Kernels between the products: share of the memory's bandwidth, from steps with 32 and 16 rows. It covers uncounted
-# work, too: reductions, sorts, sums of gradients.
+# Kernels between the products: share of the memory's bandwidth. It and UPDATE are fitted to two steps, with 32 and 16
+# rows, so they cover uncounted work, too: reductions, sorts, sums of gradients.
 MEMORY = 0.7
 # Attention: share of the peak for the scores that it computes, forward and backward; rate of windows relative to whole
 # layers. FlashAttention 4 on an H100; FlashAttention 2 is FLASH2 times as fast there, and reaches about these shares
@@ -23,8 +23,8 @@ TILE = 128  # queries and keys of a computed block of scores
 FP8_GPUS = "H100", "H200", "GH200", "B200", "GB200"  # where it pays, from nanochat/model/fp8.py's MIN_WIDTH on
 # Counted in the code compiled for an H100, with 32 rows: residual streams that a block reads or writes between its
 # products, and more of them in 8 bits; passes over the logits; bytes of a parameter's gradient in a micro-step;
-# launches of a block. Measured: UPDATE, as bytes of a parameter; half of it is waiting for launches.
-STREAMS, CASTS, LOGITS, GRADIENT, UPDATE, LAUNCHES = 58, 20, 4, 20, 120, 60
+# launches of a block. UPDATE is in bytes of a parameter; over a third of it is waiting for launches.
+STREAMS, CASTS, LOGITS, GRADIENT, UPDATE, LAUNCHES = 58, 24, 4, 20, 120, 60
 LAUNCH = 1.5e-6  # seconds between two kernels
 
 

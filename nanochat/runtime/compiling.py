@@ -90,8 +90,8 @@ def set_compile(wanted: bool, device_type: str) -> bool:
 
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{default_cache_dir()}-nice")
         if device_type == "cuda":
-            # Up to so many reads and operations, a value is computed again where it is used. With inductor's limits, 4
-            # and 30, a block's backward pass would write two values to memory in float32, and read them again.
+            # Up to so many reads and operations, a value is computed again where it is used, in all compiled code. With
+            # inductor's limits, 4 and 30, a block's backward pass would write two values to memory in float32.
             from torch._inductor import config as inductor  # slow to import
 
             inductor.realize_reads_threshold, inductor.realize_opcount_threshold = 8, 100
