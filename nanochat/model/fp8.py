@@ -117,7 +117,7 @@ class Fp8MLP(torch.autograd.Function):
     """
     Both products of an MLP with relu² between them, which is computed during the cast and never kept. The gradient of
     relu² is scaled by a bound, which saves a pass over 8 C numbers of a token: a product is at most the norm of its row
-    times that of its column (Cauchy and Schwarz). It is up to a thousand times the largest number, which costs E5M2
+    times that of its column (Cauchy and Schwarz). It may be thousands of times the largest number, which costs E5M2
     nothing: 30 powers of two keep its precision, and gradients need few. E4M3 has 15: there the maximum is exact.
     """
 

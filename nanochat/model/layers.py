@@ -215,6 +215,7 @@ class CausalSelfAttention(nn.Module):
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, T, H, D), keys and values (B, T, H_kv, D) of the normalized stream (B, T, C)."""
         weights = self.c_q.weight, self.c_k.weight, self.c_v.weight
         if torch.is_grad_enabled():
             q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.linears(normed, weights))
