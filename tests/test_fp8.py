@@ -7,7 +7,7 @@ from nanochat.model import fp8
 from nanochat.model.fp8_cast import cast
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.model.layers import mlp, norm
+from nanochat.model.layers import SquaredReLU, mlp, norm
 from nanochat.model.loss import Products, softcapped_cross_entropy
 from nanochat.runtime.errors import UserError
 
@@ -63,6 +63,19 @@ def test_products_side_by_side_are_each_alone(size):
     theirs = torch.autograd.grad(alone, inputs, grads)
     assert (ours[0] - theirs[0]).norm() < 1e-6 * ours[0].norm()
     assert all(a.equal(b) for a, b in zip(ours[1:], theirs[1:]))
+
+
+def test_an_mlp_in_8_bits_is_its_two_products_and_relu_squared():
+    """In float32 to the bit: result and gradient of the second weight. The others' gradients have another scale."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight_in, weight_out, grad = (
+        torch.randn(shape, generator=generator, requires_grad=True)
+        for shape in ((2, 16, 32), (128, 32), (32, 128), (2, 16, 32)))
+    apart = fp8.fp8_linear(SquaredReLU.apply(fp8.fp8_linear(x, weight_in)), weight_out)
+    whole = fp8.fp8_mlp(x, weight_in, weight_out)
+    assert whole.equal(apart)
+    (ours,), (theirs,) = (torch.autograd.grad(y, weight_out, grad) for y in (whole, apart))
+    assert ours.equal(theirs)
 
 
 def mlp_gradients(compute, x, weight_in, weight_out, grad) -> list[torch.Tensor]:
