@@ -108,7 +108,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
         assert 0 < record["train/mfu"] <= 1 and 0 <= record["train/lrm"] <= 1
     meta = json.loads((folder / "step_000020" / "meta.json").read_text())
     assert (meta["config"]["depth"], meta["model_config"]["n_embd"], meta["data_state"]["epoch"]) == (2, 128, 0)
-    assert meta["config"]["warmdown_ratio"] == 0.6 and ", warmdown_ratio 0.6, " in result.stdout, "of a short run"
+    assert meta["config"]["warmdown_ratio"] == 0.8 and ", warmdown_ratio 0.8, " in result.stdout, "of a short run"
     evaluation = run_module("scripts.base_eval", "--eval_tokens=2048", "--core_metric_max_per_task=0")
     assert evaluation.returncode == 0, evaluation.stderr
     assert "held-out questions" in evaluation.stdout and "excess over the floor" in evaluation.stdout

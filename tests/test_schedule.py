@@ -34,27 +34,34 @@ def test_momentum_and_weight_decay():
     assert momentum_at(30, 0.5, 0.97, 0.9) == pytest.approx(0.862), "a short run falls only below where it has risen to"
     group = {"initial_lr": 2.0, "initial_weight_decay": 0.2, "momentum": 0.0}
     for step, decay in ((0, 0.2), (5, 0.1), (7.5, 0.1 * (1 - 0.5**0.5)), (11, 0)):  # a cosine
-        apply_schedule([SimpleNamespace(param_groups=[group])], step, 10, 0.5, 0.9)
+        apply_schedule([SimpleNamespace(kind="muon", param_groups=[group])], step, 10, 0.5, 0.9, 0.25)
         assert (group["lr"], group["weight_decay"], group["momentum"]) == (1, pytest.approx(decay), 0.9)
     group = {"initial_lr": 0.6, "window": (0.15, 0.75)}  # LookAhead's
     for step, distance in ((0, 0), (2, 0.3), (7, 0.3), (8, 0), (11, 0)):
-        apply_schedule([SimpleNamespace(param_groups=[group])], step, 10, 0.5, 0.9)
+        apply_schedule([SimpleNamespace(kind="look_ahead", param_groups=[group])], step, 10, 0.5, 0.9, 0.25)
         assert group["lr"] == distance
+    group = {"initial_lr": 2.0}
+    for adamw_lrm, lr in ((0.25, 0.5), (0.0, 0), (None, 1)):
+        apply_schedule([SimpleNamespace(kind="adamw", param_groups=[group])], 0, 10, 0.5, 0.9, adamw_lrm)
+        assert group["lr"] == lr
 
 
 def test_settings_of_minus_one_follow_the_length_of_the_run_and_stay_when_it_is_resumed():
     names = ("embedding_lr", "unembedding_lr", "muon_momentum", "final_muon_momentum", "momentum_steps",
-             "weight_decay", "warmup_steps", "warmdown_ratio", "final_lr_frac", "look_ahead")
+             "weight_decay", "warmup_steps", "warmdown_ratio", "adamw_warmdown_ratio", "final_lr_frac", "look_ahead")
     unset = dict.fromkeys(names, -1) | {"depth": 12}
-    short = (0.2, 0.004, 0.95, 0.95, 300, 0, 0, 0.6, 0, 0)
-    long = (0.3, 0.008, 0.97, 0.9, 400, 0.205, 40, 0.65, 0.05, 0.3)
+    short = (0.2, 0.004, 0.95, 0.95, 300, 0, 0, 0.8, 0.4, 0, 0)
+    long = (0.3, 0.008, 0.97, 0.9, 400, 0.205, 40, 0.65, 0.65, 0.05, 0.3)
     assert choose_recipe(unset, 999) == short and choose_recipe(unset, 1000) == long
     assert choose_recipe(unset | {"depth": 11}, 5000) == short
     chosen = choose_recipe(unset | {"warmup_steps": 0}, 5000)
     assert chosen == (*long[:6], 0, *long[7:]), "0 is a setting"
     assert choose_recipe(unset | {"warmdown_ratio": 0.4}, 400, chosen._asdict()) == (*chosen[:7], 0.4, *chosen[8:])
-    of_0_1_0 = {name: value for name, value in chosen._asdict().items() if name != "look_ahead"}
-    assert choose_recipe(unset, 5000, of_0_1_0) == (*chosen[:9], 0), "a run that began without it"
+    old = chosen._asdict() | {"warmdown_ratio": 0.5}
+    del old["adamw_warmdown_ratio"]
+    assert choose_recipe(unset, 5000, old) == (*chosen[:7], 0.5, 0.5, *chosen[9:]), "a run that began with one warmdown"
+    del old["look_ahead"]
+    assert choose_recipe(unset, 5000, old) == (*chosen[:7], 0.5, 0.5, 0.05, 0), "a run that began without it"
 
 
 def test_rates_follow_the_batch_and_decay_keeps_what_it_leaves_of_early_weights():

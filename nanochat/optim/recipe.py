@@ -31,7 +31,8 @@ class Recipe(NamedTuple):
     momentum_steps: int = 300
     weight_decay: float = 0.0
     warmup_steps: int = 0
-    warmdown_ratio: float = 0.6
+    warmdown_ratio: float = 0.8
+    adamw_warmdown_ratio: float = 0.4
     final_lr_frac: float = 0.0
     look_ahead: float = 0.0
 
@@ -42,7 +43,8 @@ class Recipe(NamedTuple):
 LONG = 1000  # steps
 LONG_RUN = Recipe(
     embedding_lr=0.3, unembedding_lr=0.008, muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=400,
-    weight_decay=0.205, warmup_steps=40, warmdown_ratio=0.65, final_lr_frac=0.05, look_ahead=0.3)
+    weight_decay=0.205, warmup_steps=40, warmdown_ratio=0.65, adamw_warmdown_ratio=0.65, final_lr_frac=0.05,
+    look_ahead=0.3)
 
 
 def choose_recipe(settings: dict, num_iterations: int, before: dict | None = None) -> Recipe:
@@ -57,7 +59,8 @@ def choose_recipe(settings: dict, num_iterations: int, before: dict | None = Non
         # AdamW restarts from zero, and its first steps disturb trained stream scales, which large models have.
         recipe = recipe._replace(warmup_steps=LONG_RUN.warmup_steps)
     if before:
-        # Version 0.1.0 could not look ahead.
+        # Older runs had one warmdown; version 0.1.0 could not look ahead.
+        before = {"adamw_warmdown_ratio": before["warmdown_ratio"]} | before
         recipe = Recipe(**{name: before[name] for name in Recipe._fields if name in before})
     return recipe._replace(**{name: settings[name] for name in Recipe._fields if settings[name] != -1})
 
@@ -72,12 +75,13 @@ class Chosen(NamedTuple):
     decay_factor: float     # multiplies Muon's weight decay
 
     def apply(self, optimizers, step: int) -> float:
-        """Set learning rates, momentum and weight decay of a step. Returns the multiplier of the learning rates."""
+        """Set learning rates, momentum and weight decay of a step. Returns the multiplier of the matrices' rate."""
         r = self.recipe
-        lrm = lr_multiplier(step, self.num_iterations, r.warmdown_ratio, r.warmup_steps, r.final_lr_frac)
+        lrm, adamw_lrm = (lr_multiplier(step, self.num_iterations, ratio, r.warmup_steps, r.final_lr_frac)
+                          for ratio in (r.warmdown_ratio, r.adamw_warmdown_ratio))
         left = warmdown_left(step, self.num_iterations, r.warmdown_ratio)
         momentum = momentum_at(step, left, r.muon_momentum, r.final_muon_momentum, r.momentum_steps)
-        apply_schedule(optimizers, step, self.num_iterations, lrm, momentum)
+        apply_schedule(optimizers, step, self.num_iterations, lrm, momentum, adamw_lrm)
         return lrm
 
 

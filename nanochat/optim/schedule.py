@@ -55,15 +55,17 @@ def apply_schedule(
     num_iterations: int,
     lrm: float,
     momentum: float,
+    adamw_lrm: float | None = None,
 ) -> None:
     """
     Set every group's rates for this step from their initial ones. Weight decay falls to zero on a cosine; a group with
-    a window has a rate of zero outside it.
+    a window has a rate of zero outside it. adamw_lrm: AdamW's multiplier, None: lrm.
     """
     decay_left = (1 + math.cos(math.pi * min(step / num_iterations, 1.0))) / 2
     for optimizer in optimizers:
+        multiplier = adamw_lrm if optimizer.kind == "adamw" and adamw_lrm is not None else lrm
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * lrm
+            group["lr"] = group["initial_lr"] * multiplier
             if "momentum" in group:  # Muon's
                 group["momentum"] = momentum
                 group["weight_decay"] = group["initial_weight_decay"] * decay_left
