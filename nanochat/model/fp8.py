@@ -108,8 +108,8 @@ class Fp8Linears(torch.autograd.Function):
         x8_columns, x_scale, weight8_columns, weight_scale = ctx.saved_tensors
         dtype = grads[0].dtype
         grad8, grad8_columns, grad_scale = scaled(grads, E5M2)
-        grad_x = product(grad8, grad_scale, weight8_columns, weight_scale, dtype)     # (N, K)
-        grad_weight = product(grad8_columns, grad_scale, x8_columns, x_scale, dtype)  # (M, K)
+        grad_x = product(grad8, grad_scale, weight8_columns, weight_scale, dtype, fast=True)  # (N, K)
+        grad_weight = product(grad8_columns, grad_scale, x8_columns, x_scale, dtype)          # (M, K)
         return grad_x, *grad_weight.split(ctx.sizes)
 
 
@@ -141,7 +141,8 @@ class Fp8MLP(torch.autograd.Function):
          slope) = ctx.saved_tensors
         dtype = grad.dtype
         grad8, grad8_columns, grad_scale = scaled([grad], E5M2)
-        wide = product(grad8, grad_scale, out8_columns, out_scale, dtype)  # (N, 4 C), gradient of relu²
+        # (N, 4 C), gradient of relu²
+        wide = product(grad8, grad_scale, out8_columns, out_scale, dtype, fast=True)
         # A row of grad is at most √C times its largest number long.
         row = grad_scale * torch.finfo(E5M2).max * grad.size(1) ** 0.5
         wide_scale = scale_for(ROUNDING * slope * row, E5M2)
@@ -149,7 +150,7 @@ class Fp8MLP(torch.autograd.Function):
         wide8, wide8_columns, square8_columns = cast([wide], hidden, wide_scale, E5M2, square_scale=square_scale)
         grad_out = product(grad8_columns, grad_scale, square8_columns, square_scale, dtype)
         grad_in = product(wide8_columns, wide_scale, x8_columns, x_scale, dtype)
-        return product(wide8, wide_scale, in8_columns, in_scale, dtype), grad_in, grad_out
+        return product(wide8, wide_scale, in8_columns, in_scale, dtype, fast=True), grad_in, grad_out
 
 
 def scaled(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,8 +174,8 @@ def product(
     fast: bool = False,
 ) -> Tensor:
     """
-    a (N, K) times b (M, K) transposed, both scaled and contiguous. fast: a GPU accumulates in fewer bits, enough
-    for a forward pass.
+    a (N, K) times b (M, K) transposed, both scaled and contiguous. fast: a GPU accumulates in fewer bits, which is
+    enough for some thousands of products, but not for sums over all tokens or the vocabulary (docs/LOG.md).
     """
     # Torch's own kernel takes seconds on some CPUs.
     if a.device.type == "cpu":
