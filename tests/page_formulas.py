@@ -237,9 +237,9 @@ def minutes() -> str:
         for factor in (1.04, 1.014, 99 / 97.4):
             column.append(column[-1] / factor)
         columns.append(column)
-    names = ["bfloat16, FlashAttention 2 (kernels measured, this step not)",
+    names = ["bfloat16, FlashAttention 2 (fitted to a step with FlashAttention 4)",
              "8 bits in blocks and head",
-             "FlashAttention 4, from Hopper on (fitted to steps of one H100)",
+             "FlashAttention 4, from Hopper on (fitted to two steps)",
              "offset keys: 4% fewer steps (Marin 4802: 5 to 18%, without smear and value tables)",
              "EMA-Nesterov: 1.4% fewer steps (modded-nanogpt 309, n = 16)", "documents apart, 1.6% (nanochat 663)"]
     lines = [[name, *(f"{n:,.1f}" for n in values)] for name, values in zip(names, zip(*columns))]

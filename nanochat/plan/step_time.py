@@ -12,9 +12,9 @@ from nanochat.runtime.flops import Gpu
 
 # Products within a step: share of the datasheet's bfloat16 rate, or in 8 bits of twice that rate.
 PRODUCTS = 0.7
-# Kernels between the products: share of the memory's bandwidth. It and UPDATE are fitted to two steps, with 32 and 16
-# rows, so they cover uncounted work, too: reductions, sorts, sums of gradients.
-MEMORY = 0.7
+# Kernels between the products: share of the memory's bandwidth. It and UPDATE are fitted to three steps, two in 8 bits
+# and one in bfloat16, so they cover uncounted work, too: reductions, sorts, sums of gradients.
+MEMORY = 0.74
 # Attention: share of the peak for the scores that it computes, forward and backward; rate of windows relative to whole
 # layers. FlashAttention 4 on an H100; FlashAttention 2 is FLASH2 times as fast there, and reaches about these shares
 # on an A100 (arXiv:2307.08691).
