@@ -38,8 +38,8 @@ class Recipe(NamedTuple):
 
 
 # A long run of a large model has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 is for 0.88 billion tokens; at
-# REFERENCE_TOKENS 0.205 is as strong. Other runs keep the values tuned for the CPU's speedrun: in fewer than
-# about 1,000 steps the warmdown would begin before momentum has risen, and with 4 layers the head's rate was too high.
+# REFERENCE_TOKENS 0.205 is as strong. Other runs have values tuned on a CPU: in fewer than about 1,000 steps the
+# warmdown would begin before momentum has risen, and with 4 layers the head's rate was too high.
 LONG = 1000  # steps
 LONG_RUN = Recipe(
     embedding_lr=0.3, unembedding_lr=0.008, muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=400,
