@@ -19,7 +19,7 @@ once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
     python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=auto --depth=$DEPTH \
     --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=500 --eval_every=100 --sample_every=100 \
-    --warmdown_ratio=0.6 --adamw_warmdown_ratio=0.6 $batch $keep
+    --warmdown_ratio=0.6 $batch $keep
 # ---- The assistant, judged by held-out problems. base_train has measured the base model. Fine-tuning did not help.
 judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=64 --tasks="tinyworld:facts, tinyworld:identity,
     arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run, lookup, lookup:unknown, lookup:talk, search,

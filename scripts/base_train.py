@@ -48,8 +48,8 @@ momentum_steps = -1         # [-1, 1..] steps over which it rises from 0.85
 weight_decay = -1.0         # [-1, 0..] for Muon's matrices; falls to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmup_steps = -1           # [-1, 0..] steps over which the learning rate rises; at most a tenth of the run
-warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, over which the matrices' learning rate falls
-adamw_warmdown_ratio = -1.0  # [-1, 0..1] the same for AdamW's learning rates
+warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, over which the learning rates fall
+adamw_warmdown_ratio = -1.0  # [-1, 0..1] the same for AdamW's alone
 final_lr_frac = -1.0        # [-1, 0..1] learning rate at the end, as a share of the highest
 look_ahead = -1.0           # [-1, 0..0.9] in mid-run, each step adds this factor times the mean update; 0: none
 # ---- Evaluation and logging

@@ -56,7 +56,10 @@ def test_settings_of_minus_one_follow_the_length_of_the_run_and_stay_when_it_is_
     assert choose_recipe(unset | {"depth": 11}, 5000) == short
     chosen = choose_recipe(unset | {"warmup_steps": 0}, 5000)
     assert chosen == (*long[:6], 0, *long[7:]), "0 is a setting"
-    assert choose_recipe(unset | {"warmdown_ratio": 0.4}, 400, chosen._asdict()) == (*chosen[:7], 0.4, *chosen[8:])
+    for given, ratios in (({"warmdown_ratio": 0.4}, (0.4, 0.4)), ({"adamw_warmdown_ratio": 0.1}, (0.65, 0.1)),
+                          ({"warmdown_ratio": 0.4, "adamw_warmdown_ratio": 0}, (0.4, 0))):
+        resumed = choose_recipe(unset | given, 400, chosen._asdict())
+        assert resumed == (*chosen[:7], *ratios, *chosen[9:]), "one ratio is for all rates"
     old = chosen._asdict() | {"warmdown_ratio": 0.5}
     del old["adamw_warmdown_ratio"]
     assert choose_recipe(unset, 5000, old) == (*chosen[:7], 0.5, 0.5, *chosen[9:]), "a run that began with one warmdown"

@@ -62,7 +62,10 @@ def choose_recipe(settings: dict, num_iterations: int, before: dict | None = Non
         # Older runs had one warmdown; version 0.1.0 could not look ahead.
         before = {"adamw_warmdown_ratio": before["warmdown_ratio"]} | before
         recipe = Recipe(**{name: before[name] for name in Recipe._fields if name in before})
-    return recipe._replace(**{name: settings[name] for name in Recipe._fields if settings[name] != -1})
+    given = {name: settings[name] for name in Recipe._fields if settings[name] != -1}
+    if "warmdown_ratio" in given:  # then AdamW has no other one, unless that is given, too
+        given = {"adamw_warmdown_ratio": given["warmdown_ratio"]} | given
+    return recipe._replace(**given)
 
 
 class Chosen(NamedTuple):
