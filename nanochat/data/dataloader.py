@@ -55,6 +55,7 @@ class TokenizedShards:
         self.data = data
         self.split = split
         self.tokenizer = tokenizer
+        self.dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
         self.entries = split_shards(data, split)
         self.background = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self.load = functools.lru_cache(OPEN_SHARDS)(self.open)
@@ -63,7 +64,12 @@ class TokenizedShards:
         """
         (tokens,) uint16 or uint32, and (documents + 1,) offsets into them: document i is [offsets[i], offsets[i + 1]).
         """
-        tokens = np.load(self.token_file(shard), mmap_mode="r")
+        path = self.token_file(shard)
+        # np.load would parse the file's header with `ast`, which Python 3.11 cannot do in two threads at once: "AST
+        # constructor recursion depth mismatch". The compiler may be parsing code in the main thread.
+        with open(path, "rb") as file:
+            header = 10 + int.from_bytes(file.read(10)[8:], "little")  # format 1.0: bytes 8 and 9 have its length
+        tokens = np.memmap(path, self.dtype, "r", header)
         # No text can contain <|bos|>, so it marks where documents begin.
         return tokens, np.append(np.flatnonzero(np.asarray(tokens) == self.tokenizer.get_bos_token_id()), len(tokens))
 
@@ -81,12 +87,11 @@ class TokenizedShards:
         return path
 
     def encode_shard(self, path: Path) -> np.ndarray:
-        dtype = np.uint16 if self.tokenizer.get_vocab_size() <= 2**16 else np.uint32
         texts = list(shard_texts(path))
         documents = []
         for start in range(0, len(texts), ENCODE_BATCH):
             for ids in self.tokenizer.encode(texts[start : start + ENCODE_BATCH], prepend="<|bos|>"):
-                documents.append(np.array(ids, dtype=dtype))
+                documents.append(np.array(ids, dtype=self.dtype))
         return np.concatenate(documents)
 
 
