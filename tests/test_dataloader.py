@@ -113,14 +113,22 @@ def test_resuming_continues_with_the_very_next_rows(source, stop):
     assert torch.equal(torch.cat(straight[stop:]), torch.cat(steps_of(source, 25, 2, 2, 1, state=state)))
 
 
-def test_a_shard_is_opened_without_parsing(source, monkeypatch):
-    """Python 3.11 fails if two threads parse at once, and the main thread may be compiling."""
+def test_a_shard_is_opened_without_parsing(source, monkeypatch, tmp_path):
+    """
+    Python 3.11 fails if two threads parse at once, and the main thread may be compiling. A file that is too short is an
+    error, not fewer tokens.
+    """
     shards = TokenizedShards(source[0], "train", source[1])
     expected = np.load(shards.token_file(0))
     monkeypatch.setattr("ast.literal_eval", None)
     tokens, offsets = shards.open(0)
     assert tokens.dtype == expected.dtype == np.uint16 and np.array_equal(tokens, expected)
     assert [tokens[start] for start in offsets[:-1]] == [source[1].get_bos_token_id()] * (len(offsets) - 1)
+    path = tmp_path / "short.npy"
+    path.write_bytes(shards.token_file(0).read_bytes()[:-2])
+    monkeypatch.setattr(shards, "token_file", lambda _: path)
+    with pytest.raises(ValueError, match="length"):
+        shards.open(0)
 
 
 def test_resume_refuses_other_data_tokenizer_or_settings(source):

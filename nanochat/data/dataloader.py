@@ -8,6 +8,7 @@ Text → rows of tokens, the same rows on any number of ranks.
 3. Each rank copies out its own rows of every micro-step, in a thread, some micro-steps early.
 """
 import functools
+import re
 import sys
 from bisect import bisect_right
 from collections import deque
@@ -68,8 +69,9 @@ class TokenizedShards:
         # np.load would parse the file's header with `ast`, which Python 3.11 cannot do in two threads at once: "AST
         # constructor recursion depth mismatch". The compiler may be parsing code in the main thread.
         with open(path, "rb") as file:
-            header = 10 + int.from_bytes(file.read(10)[8:], "little")  # format 1.0: bytes 8 and 9 have its length
-        tokens = np.memmap(path, self.dtype, "r", header)
+            size = int.from_bytes(file.read(10)[8:], "little")  # format 1.0: bytes 8 and 9 have the header's length
+            count = int(re.search(rb"'shape': \((\d+),\)", file.read(size))[1])
+        tokens = np.memmap(path, self.dtype, "r", 10 + size, (count,))
         # No text can contain <|bos|>, so it marks where documents begin.
         return tokens, np.append(np.flatnonzero(np.asarray(tokens) == self.tokenizer.get_bos_token_id()), len(tokens))
 
