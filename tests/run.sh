@@ -11,6 +11,5 @@ python -m mypy
 # One process more than the two cores this is made for, as tests also wait for servers and signals; one thread each:
 # threads that share a core with another test's only get in each other's way.
 export OMP_NUM_THREADS=1
-unset PYTHONDONTWRITEBYTECODE  # which images set: every script that is started would compile the repo again
 [ -z "${CLOCK:-}" ] || export PYTHONPATH="$PWD/tests/clock${PYTHONPATH:+:$PYTHONPATH}"
 python -m pytest -n 3 --dist=loadfile --no-loadscope-reorder --durations=10 "$@"
