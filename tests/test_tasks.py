@@ -96,7 +96,7 @@ def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
     results = {in_a_process(code, PYTHONHASHSEED=seed) for seed in "12"}
     (result,) = results
     # Another hash is another split: every published accuracy refers to this one.
-    assert result.startswith("3980 db2eec072265547a69da58d2372015d")
+    assert result.startswith("3980 2ac99f822eb097e99a022c157c1616f2")
 
 
 def test_importing_loads_no_optional_package():
@@ -245,8 +245,21 @@ def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_c
             loop = re.search(r"\n(\w+) = 0\nfor (\w+) in \[(.+)\]:\n    \1 \+= \2\nprint\(\1\)$", asked(conversation))
             if loop:  # a sum is calculated number by number
                 assert list(map(int, outputs)) == list(itertools.accumulate(map(int, loop[3].split(", "))))
+            added = re.search(r"print\(sum\(\[(.+)\]\)\)$", asked(conversation))
+            if added:
+                assert list(map(int, outputs)) == list(itertools.accumulate(map(int, added[1].split(", "))))[1:]
+                called["sum"] += 1
             called[bool(calls), bool(loop)] += 1
-    assert called[True, True] > 10 and called[True, False] > 500 and called[False, False] > 500
+    assert called[True, True] > 10 and called[True, False] > 500 and called[False, False] > 500 and called["sum"] > 10
+
+
+def test_every_kind_of_program_is_practised_about_equally_often_and_tested_without_repetitions():
+    """One kind has twenty programs, another millions."""
+    trained, tested = (list(questions(make_task("run", split))) for split in ("train", "test"))
+    one, many = (sum(bool(re.search(kind, program)) for program in trained)
+                 for kind in (r'print\("\w+"\.upper\(\)\)$', r"print\(sorted\(\["))
+    assert min(one, many) > len(trained) / 120 and max(one, many) < len(trained) / 60
+    assert len({program.partition("\n\n")[2] for program in tested}) == len(tested)
 
 
 # ---- SpellingBee
@@ -348,6 +361,8 @@ def judge(question: str, answer: str) -> bool:
     ("Which country has the capital Paris?",
      ("France.", "It is France.", "Paris is the capital of France.", "The capital of France is Paris."),
      ("Paris.", "It is Paris.", "The country has the capital Paris.", "Paris is the capital of Germany.")),
+    ("How often is the letter e in coffee?", ("Twice.", "Since coffee is c-o-f-f-e:1-e:2, it has the letter e twice."),
+     ("Since coffee is c-o-f-f-e:1-e, it has the letter e twice.", "Once.", "2.")),
     ("If 2*x + 2 = 6, what is x?", ("2.", "If 2*x + 2 = 6, then 2*x = 4 and x is 2."), ("2*x + 2 = 6.", "12.")),
 ])
 def test_tinyworld_takes_the_fact_and_nothing_near_it(question: str, right: tuple, wrong: tuple):

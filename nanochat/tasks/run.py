@@ -12,7 +12,7 @@ calculate also occurs in training programs of another shape.
 import ast
 import io
 import json
-from functools import cache, partial
+from functools import cache, partial, reduce
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
@@ -39,9 +39,9 @@ class Run(Task):
         return SIZES[self.split]
 
     def conversation(self, index: int) -> Conversation:
-        (source,) = programs(self.split)[index]
+        key, source = programs(self.split)[index]
         output, calls = run_program(source)
-        rng = StableRandom(f"run: {source}")
+        rng = StableRandom(f"run: {key}")
         question = f"{rng.choice(QUESTIONS)}\n\n{source}"
         lines = output.rstrip("\n")
         answer = f"It prints:\n{lines}" if "\n" in lines else f"It prints {lines}"
@@ -56,10 +56,15 @@ class Run(Task):
 
 @cache
 def programs(split: str) -> Distinct:
-    """The programs of a split, as (source,), in a fixed order. Other variable names do not make another program."""
-    def draw(number: int) -> tuple[str] | None:
+    """
+    The programs of a split, as (key, source), in a fixed order. Other variable names do not make another program.
+    Tests have each source once. In training a source may come again, or templates with few numbers would be rare.
+    """
+    def draw(number: int) -> tuple[str, str] | None:
         source, key = draw_program(number)
-        return (source,) if split_of(f"run:{key}") == split else None
+        if split_of(f"run:{key}") != split:
+            return None
+        return (source if split == "test" else f"{number}", source)
 
     return Distinct(draw)
 
@@ -92,7 +97,8 @@ def run_program(source: str) -> tuple[str, list[tuple[str, str]]]:
         return value
 
     program = ast.fix_missing_locations(RecordOperations().visit(ast.parse(source)))
-    exec(compile(program, "program", "exec"), {"record": record, "print": partial(print, file=printed)})
+    names = {"record": record, "sum": partial(reduce, partial(record, "+")), "print": partial(print, file=printed)}
+    exec(compile(program, "program", "exec"), names)
     return printed.getvalue(), calls
 
 

@@ -20,6 +20,7 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
 from nanochat.tasks.common import paragraphs, read_texts, shuffled, single_turn, split_of, stable_hash
+from nanochat.tasks.spellingbee import spell_counting
 
 HELD_OUT = 2            # phrasings of each fact
 TWO_TURNS = {"train": 3_000, "test": 300}  # conversations with a second question
@@ -152,7 +153,11 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
         if not before or reply.endswith(f" {{{asked}}}."):
             right.add(reply.format(**fact.slots))
     _, sentence, _ = chat_about(fact)
-    reply = sentence.format(**fact.slots)
+    slots = fact.slots
+    if fact.topic == "counting":
+        slots = slots | {"c": spell_counting(slots["s"], slots["x"])}
+    reply = sentence.format(**slots)
+    right.add(reply)
     # A sentence that the corpus holds out is not trained on here either.
     if Telling("", reply) == fact.held_out:
         reply = f"It is {word}."
