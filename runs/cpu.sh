@@ -2,21 +2,18 @@
 # eleven minutes on two cores. speedrun.sh sources this file if there is no GPU. To paste its commands, begin with
 #     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
 DEPTH=${depth:-2}  # 4 with --full
-trap 'kill $(jobs -p) 2>/dev/null || :' EXIT
-# How long it takes is measured while the first steps leave a core idle.
-python -m scripts.choose_size --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/estimate.json" & estimate=$!
+python -m scripts.choose_size --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/estimate.json"  # how long it takes
 tag=assistant-d$DEPTH made=report/sections/tinyworld/assistant-d$DEPTH
 batch="--total_batch_size=4096 --device_batch_size=8 --matrix_lr=0.03 --eval_tokens=32768"
 keep="--save_every=200 --keep_last=2"
 page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=folder})
-[ -z "${chat:-}" ] || { "${page[@]}" --watch & }  # the run, live; then the chat
+[ -z "${chat:-}" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live; then the chat
 # ---- The base model: text, the assistant's library, tokenizer, training, evaluation
 once data-tinyworld -- python -m scripts.dataset --source=tinyworld
 once library -- python -m scripts.library --source=python
 [ -z "${folder:-}" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
 once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/tinyworld -- \
     python -m scripts.tok_train --data=tinyworld --vocab_size=4096 --tasks="pydoc, run, notes[:6000]"
-wait $estimate
 # Heads of 64 learn to copy sooner than heads of 128; on text alone they were worse (docs/ablations.md). One warmdown
 # for all rates: with two, which are better on text, the assistant was not (docs/LOG.md).
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
