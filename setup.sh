@@ -5,7 +5,7 @@ export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
 # torch 2.13 would use cached kernels that it compiled for another instruction set, and compute wrong numbers or crash.
 [ -z "${ATEN_CPU_CAPABILITY:-}" ] || export \
     TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor-$(id -un)-$ATEN_CPU_CAPABILITY}"
-# Containers often set this; then each start of a script would compile torch's 2,000 modules again: 2 to 8 seconds.
+# Containers often set this; then each start of a script would compile torch's modules again, for 3 to 8 seconds.
 unset PYTHONDONTWRITEBYTECODE
 # Under nohup a lost connection should stop nothing, but torchrun would act on the signal.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT

@@ -57,8 +57,9 @@ class Run(Task):
 @cache
 def programs(split: str) -> Distinct:
     """
-    The programs of a split, as (key, source), in a fixed order. Other variable names do not make another program.
-    Tests have each source once. In training a source may come again, or templates with few numbers would be rare.
+    The programs of a split, as (key, source), in a fixed order. A program's split does not depend on its variables'
+    names. The test split has each source once. In training sources repeat, also from one slice to another, because
+    templates that make only a few programs would otherwise be rare.
     """
     def draw(number: int) -> tuple[str, str] | None:
         source, key = draw_program(number)
