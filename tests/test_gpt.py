@@ -325,17 +325,36 @@ def test_loss_and_gradients_equal_autograds(monkeypatch, softcap, x_scale, round
         assert torch.all(each[::5] == 0)
 
 
-@pytest.mark.parametrize("kept", [25, 13, 0])
-def test_only_rows_with_a_target_are_multiplied_with_the_head(kept):
-    """Counted by torch: three products of each. Without any: no loss, and gradients that are there, of zero."""
-    x, head, targets = drawn(x_scale=3)
-    targets[targets.argsort()[: 32 - kept]] = -1
-    x.requires_grad_(), head.requires_grad_()
-    with FlopCounterMode(display=False) as flops:
-        loss = softcapped_cross_entropy(x, head, targets, 50, 15.0)
-        loss.backward()
-    assert flops.get_total_flops() == 3 * 2 * kept * 64 * 24
-    assert torch.equal(x.grad.any(1), targets >= 0) and bool(head.grad.any()) == (loss > 0) == (kept > 0)
+@pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
+@pytest.mark.parametrize("by_weights", [False, True])
+def test_positions_without_a_target_take_no_part_after_the_last_attention(arch, by_weights):
+    """
+    Products counted by torch: forward, and both of backward. Loss and gradients: autograd's, of the definition. Of one
+    position alone or none all are computed, as compiled code is of two or more.
+    """
+    model = small_model(arch=arch, n_layer=5)
+    tokens, targets = torch.randint(70, (2, 2, 32), generator=torch.Generator().manual_seed(0))
+    drawn_weights = torch.rand(2, 32, generator=torch.Generator().manual_seed(1)) + 0.5
+    counted = {}
+    for kept in (64, 13, 1, 0):
+        keep = torch.arange(64).mul(37).remainder(64).view(2, 32) < kept
+        weights = drawn_weights * keep if by_weights else None
+        some = targets if by_weights else targets.where(keep, -1)
+        with FlopCounterMode(display=False) as flops:
+            loss = model(tokens, some, "sum", weights, model.documents_in(tokens))
+            loss.backward()
+        counted[kept] = flops.get_total_flops()
+        exact = in_float64(model)
+        logits = definition(model, exact, tokens)
+        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        expected = each @ (drawn_weights * keep if by_weights else keep).flatten().double()
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+        for p, gradient in zip(model.parameters(), torch.autograd.grad(expected, [*exact.values()])):
+            torch.testing.assert_close(p.grad.double(), gradient, rtol=1e-4, atol=1e-4)
+        model.zero_grad()
+    width, vocabulary = model.config.n_embd, model.config.padded_vocab_size
+    assert counted[64] - counted[13] == 51 * 3 * 2 * width * (9 * width + vocabulary)
+    assert counted[1] == counted[0] == counted[64]
 
 
 def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(monkeypatch):

@@ -28,7 +28,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class Head(nn.Linear):
-    """Turns hidden states (B, T, C) into logits, or with targets into the loss."""
+    """Turns hidden states (…, C) into logits, or with targets (…) into the loss."""
 
     def __init__(self, config: GPTConfig):
         super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
@@ -44,9 +44,9 @@ class Head(nn.Linear):
         reduction: Reduction = "mean",
     ) -> Tensor:
         if targets is None:
-            logits = x @ self.weight.T  # (B, T, padded_vocab_size)
+            logits = x @ self.weight.T  # (…, padded_vocab_size)
             return cap(logits[..., : self.vocab_size], self.softcap)
-        rows = x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap  # (B · T, C), …
+        rows = x.flatten(0, -2), self.weight, targets.flatten(), self.vocab_size, self.softcap  # (N, C), …
         if reduction == "none":
             return token_losses(*rows).view(targets.shape)
         if weights is not None:
@@ -109,9 +109,9 @@ class GPT(nn.Module):
                 raise AssertionError(f"no initialisation for {name}")
         return weights
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens (B, T) → the head's input, (B, T, C). documents: see `forward`."""
-        positions = self.positions(tokens, documents)
+    def hidden(self, tokens: Tensor, documents: Tensor | None = None, counted: Tensor | None = None) -> Tensor:
+        """tokens (B, T) → the head's input, (B, T, C). documents: see `forward`; counted: see `Positions`."""
+        positions = self.positions(tokens, documents)._replace(counted=counted)
         streams = self.embed(tokens, positions)
         return norm(self.blocks(range(self.config.n_layer), tokens, streams, positions).x)
 
@@ -143,10 +143,11 @@ class GPT(nn.Module):
             positions = positions._replace(documents=None)
         for layer in layers:
             block = self.transformer.h[layer]
+            at = positions if layer == config.n_layer - 1 else positions._replace(counted=None)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, streams, tokens, positions, use_reentrant=False)
+                x = checkpoint(block, streams, tokens, at, use_reentrant=False)
             else:
-                x = block(streams, tokens, positions)
+                x = block(streams, tokens, at)
             streams = streams._replace(x=x)
             if streams.middle is not None and layer == config.n_layer // 2:
                 streams = streams._replace(middle=x)
@@ -184,7 +185,15 @@ class GPT(nn.Module):
         documents (N + 1,), int32: where documents begin in the concatenated rows (each row begins one), then B · T. A
         model with `document_token` keeps documents apart; None: each row is one.
         """
-        return self.lm_head(self.hidden(tokens, documents), targets, weights, reduction)
+        counted = None
+        # After its attention the last block needs no positions that have no target. On a GPU the host would have to
+        # wait to learn their number.
+        if targets is not None and reduction != "none" and tokens.device.type == "cpu":
+            counts = targets >= 0 if weights is None else (targets >= 0) & (weights != 0)
+            if 1 < counts.sum() < counts.numel():  # compiled code takes two or more
+                counted = counts.flatten().nonzero()[:, 0]
+                targets, weights = (t if t is None else t.flatten()[counted] for t in (targets, weights))
+        return self.lm_head(self.hidden(tokens, documents, counted), targets, weights, reduction)
 
     def documents_in(self, tokens: Tensor) -> Tensor:
         """Where documents begin in rows (B, T), as `forward` takes it. Waits for a GPU."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanochat.model.attention import attention, offset_keys, token_before
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.runtime.compiling import of_any_length
+from nanochat.runtime.compiling import by_position, of_any_length
 
 # float32's machine epsilon, also for bfloat16, whose own would change the result.
 NORM_EPS = 1.1920929e-07
@@ -22,6 +22,8 @@ class Positions(NamedTuple):
     sin: Tensor
     documents: Tensor | None = None  # offsets, see `GPT.forward`; None where attention reads `begins`
     begins: Tensor | None = None     # (B, T), see `document_begins`; None: a row is one text
+    # (N,) int64: these of the B · T positions the last block returns, (N, C); None: all, (B, T, C).
+    counted: Tensor | None = None
 
 
 class Streams(NamedTuple):
@@ -326,8 +328,13 @@ class Block(nn.Module):
         """
         x = self.start(streams.x, streams.first)
         y = self.attn(x, positions, values)
+        middle = streams.middle
+        if positions.counted is not None:
+            x, y, middle = (
+                t if t is None else t.flatten(0, 1).index_select(0, positions.counted) for t in (x, y, middle)
+            )
         x = self.after_attention(x, y)
-        return self.end(x, streams.middle)
+        return self.end(x, middle)
 
     def start(self, x: Tensor, first: Tensor | None) -> Tensor:
         """The residual stream that the block reads. nanochat, 2026; modded-nanogpt, 2024."""
@@ -338,7 +345,7 @@ class Block(nn.Module):
         return self.residual_scale * x + added
 
     def after_attention(self, x: Tensor, y: Tensor) -> Tensor:
-        """The residual stream x after attention and MLP. y (B, T, C): what attention's heads returned."""
+        """The residual stream x (…, C) after attention and MLP. y (…, C): what attention's heads returned."""
         x = x + self.attn.output(y)
         return x + self.mlp(norm(x))
 
@@ -354,6 +361,6 @@ class Block(nn.Module):
         """
         if device.type == "cpu":
             self.attn.before_attention = of_any_length(torch.compile(self.attn.before_attention, dynamic=False))
-            self.after_attention = of_any_length(torch.compile(self.after_attention, dynamic=False))
+            self.after_attention = by_position(torch.compile(self.after_attention, dynamic=False))
         else:
             self.body = torch.compile(self.body, dynamic=False)

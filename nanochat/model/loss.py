@@ -53,15 +53,10 @@ def softcapped_cross_entropy(
     targets: (N,) int64, negative where there is nothing to predict; a target in the padding has infinite loss;
     softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, a factor for each target's loss.
     Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None), and to
-    weights: each target's loss, 0 where the weight is 0 on a CPU. products: multiplies with the head, see Products.
+    weights: each target's loss. products: multiplies with the head, see Products.
     """
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
-    # Rows of weight zero need no logits. On a GPU the host would have to wait to learn their number.
-    if x.device.type == "cpu":
-        counted = weights.nonzero()[:, 0]
-        if len(counted) < len(x):
-            x, targets, weights = (t.index_select(0, counted) for t in (x, targets, weights))
     return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, products)
 
 

@@ -43,6 +43,18 @@ def of_any_length(function: Callable) -> Callable:
     return call
 
 
+def by_position(function: Callable) -> Callable:
+    """A compiled function of each position of tensors (…, C): once for any number of dimensions and positions (≥ 2)."""
+    of_rows = of_any_length(function)
+
+    def call(*tensors):
+        # No ordinary views: compiled code depends on the shapes of what they are views of.
+        rows = [torch.ops.aten._unsafe_view(tensor, (-1, tensor.size(-1))) for tensor in tensors]
+        return of_rows(*rows).view_as(tensors[0])
+
+    return call
+
+
 def of_any_number(items: torch.Tensor) -> torch.Tensor:
     """The same tensor, marked so that other lengths (≥ 2) compile nothing again."""
     if switch.on:
