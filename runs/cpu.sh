@@ -37,7 +37,7 @@ once chat_eval-mid-$tag --needs mid_checkpoints/$tag --makes $made/chat_eval_mid
 # Embeddings and head stay as they are: trained on one task's rewards, they cost other tasks up to 2 points.
 once rl-$tag --needs mid_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat_rl.json -- \
     python -m scripts.chat_rl --source=mid --model_tag=$tag --resume=auto --task="run[18000:]" --num_iterations=70 \
-    --init_lr_frac=0.3 --embedding_lr=0 --unembedding_lr=0 --num_samples=8 --max_new_tokens=80 --eval_every=100 \
+    --init_lr_frac=0.3 --embedding_lr=0 --unembedding_lr=0 --num_samples=8 --max_new_tokens=128 --eval_every=100 \
     --device_batch_size=16 --eval_examples=200 --eval_samples=1 --save_every=20 --keep_last=2
 once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- \
     "${judge[@]}" --source=rl --max_problems=400

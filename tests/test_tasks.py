@@ -249,8 +249,15 @@ def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_c
             if added:
                 assert list(map(int, outputs)) == list(itertools.accumulate(map(int, added[1].split(", "))))[1:]
                 called["sum"] += 1
+            while_loop = re.search(r"= (\d+)\nwhile \w+ < (\d+):\n    \w+ \+= (\d+)\n", asked(conversation))
+            if while_loop:  # each turn's comparison, then its sum; in the end the comparison that is false
+                start, end, step = map(int, while_loop.groups())
+                turns = [f"{turn}" for x in range(start, end, step) for turn in (True, x + step)]
+                assert outputs == [*turns, "False"]
+                called["while"] += 1
             called[bool(calls), bool(loop)] += 1
-    assert called[True, True] > 10 and called[True, False] > 500 and called[False, False] > 500 and called["sum"] > 10
+    assert called[True, True] > 10 and called[True, False] > 500 and called[False, False] > 500
+    assert called["sum"] > 10 and called["while"] > 10
 
 
 def test_every_kind_of_program_is_practised_about_equally_often_and_tested_without_repetitions():

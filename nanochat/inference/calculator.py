@@ -1,8 +1,10 @@
 """
-The assistant's tool: it evaluates arithmetic and counts letters. Expressions are parsed, never executed.
+The assistant's tool: it evaluates arithmetic, compares numbers and counts letters. Expressions are parsed, never
+executed.
 
     calculate("12 * (3 + 4)")                  -> "84"
     calculate("1,250 / 8")                     -> "156.25"
+    calculate("9.11 > 9.9")                    -> "False"
     calculate("'strawberry'.count('r')")       -> "3"
 
 Every answer takes only milliseconds: texts are short, nesting is bounded, and without powers a result is about as long
@@ -23,7 +25,7 @@ DIGITS = 12
 # The comma in 1,250.5 separates thousands; 12,50 is not a number.
 NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 STRING = r"'[^'\\\n]*'|\"[^\"\\\n]*\""
-TOKEN = re.compile(rf"(?P<number>{NUMBER})|(?P<string>{STRING})|(?P<space>\s+)|\.\s*count\b|[-+*/%()]")
+TOKEN = re.compile(rf"(?P<number>{NUMBER})|(?P<string>{STRING})|(?P<space>\s+)|\.\s*count\b|[<>=!]=|[-+*/%()<>]")
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -32,20 +34,32 @@ OPERATORS = {
     ast.FloorDiv: lambda a, b: Fraction(a // b),
     ast.Mod: operator.mod,
 }
+COMPARISONS = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 
 
 def calculate(text: str) -> str | None:
     """
     The value of an expression as people write it; None for any other text.
 
-    + - * / // % with Python's meaning, minus signs, parentheses, decimals, thousands commas, and 'text'.count('part').
-    Exact: 0.1 + 0.2 is 0.3.
+    + - * / // % with Python's meaning, minus signs, parentheses, decimals, thousands commas, 'text'.count('part'), and
+    one comparison, whose value is True or False. Exact: 0.1 + 0.2 is 0.3.
     """
     if len(text) > MAX_LENGTH or text.count("(") > MAX_NESTING or TOKEN.sub("", text):
         return None
     source = TOKEN.sub(as_python, text).strip()
     try:
-        return write(evaluate(ast.parse(source, mode="eval").body))
+        match ast.parse(source, mode="eval").body:
+            case ast.Compare(left, [sign], [right]) if type(sign) in COMPARISONS:
+                return f"{COMPARISONS[type(sign)](evaluate(left), evaluate(right))}"
+            case number:
+                return write(evaluate(number))
     except (ValueError, ZeroDivisionError, SyntaxError, RecursionError):
         return None
 

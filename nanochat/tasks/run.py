@@ -24,7 +24,9 @@ TEXTS = read_texts("run")
 QUESTIONS = TEXTS["questions"].splitlines()
 PROGRAMS = TEXTS["programs"].strip("\n").split("\n---\n")
 WORDS = TEXTS["words"].split()
-SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}
+SIGNS = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%", ast.Lt: "<", ast.Gt: ">", ast.Eq: "==",
+}
 
 
 class Run(Task):
@@ -75,12 +77,20 @@ class RecordOperations(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.Call:
         self.generic_visit(node)
-        return ast.Call(ast.Name("record", ast.Load()), [ast.Constant(SIGNS[type(node.op)]), node.left, node.right], [])
+        return self.record(node.op, node.left, node.right)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        (operation,), (right,) = node.ops, node.comparators
+        return self.record(operation, node.left, right) if type(operation) in SIGNS else node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
         # A target is stored to; the same source, parsed as an expression, is read.
         target = ast.parse(ast.unparse(node.target), mode="eval").body
         return ast.Assign([node.target], self.visit(ast.BinOp(target, node.op, node.value)))
+
+    def record(self, operation: ast.operator | ast.cmpop, left: ast.expr, right: ast.expr) -> ast.Call:
+        return ast.Call(ast.Name("record", ast.Load()), [ast.Constant(SIGNS[type(operation)]), left, right], [])
 
 
 def run_program(source: str) -> tuple[str, list[tuple[str, str]]]:
