@@ -175,7 +175,7 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
         log = base_folder / "base_checkpoints" / "live" / "metrics.jsonl"
         now = time.time()
         (base_folder / ESTIMATE).parent.mkdir()
-        (base_folder / ESTIMATE).write_text('{"data": 9, "rest": 300}')
+        (base_folder / ESTIMATE).write_text('{"data": 9, "rest": 300, "rl-<b>other": 0}')
         (base_folder / STEPS_LOG).write_text(json.dumps({"name": "data", "began": now - 9, "ended": now, "code": 0}))
         me.page.get_by_text("Speedrun: last step data, done; 9 s in all, about 5 minutes left").wait_for()
         first = json.loads(log.read_text().split("\n")[0])
@@ -189,6 +189,9 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
 
         me.page.get_by_role("checkbox", name="<b>other").check()
         assert me.page.get_by_role("article").count() == 2
+        stages = [article.get_by_role("group", name="Stages").get_by_role("button") for article in (
+            run, me.page.get_by_role("article", name="<b>other"))]
+        assert [stage.count() for stage in stages] == [4, 1], "of the speedrun's model only the stages that it has"
         train.send_signal(signal.SIGTERM)
         assert train.wait(60) in (0, 143)
         write_model(base_folder)

@@ -185,7 +185,9 @@ function updateRun(view, { tag, stages, results }) {
   const names = Object.keys(STAGES).filter((stage) => stage in stages);
   const newest = names.reduce((a, b) => stages[b].age <= stages[a].age ? b : a);
   const shown = view.stage in stages ? view.stage : newest, stage = stages[shown];
+  const planned = Object.keys(STAGES).filter((name) => `${name}-${tag}` in lastRuns.expected);  // by the speedrun
   for (const [name, { open, state }] of Object.entries(view.buttons)) {
+    open.hidden = !(name in stages) && planned.length > 0 && !planned.includes(name);
     open.disabled = !(name in stages);
     open.ariaPressed = String(name === shown);
     state.textContent = name in stages ? describe(stages[name]) : "to come";
