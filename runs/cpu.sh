@@ -1,5 +1,5 @@
-# An assistant for a laptop: the embedded world and Python's own documentation, without downloads, in seven to
-# eleven minutes on two cores. speedrun.sh sources this file if there is no GPU. To paste its commands, begin with
+# An assistant for a laptop: the embedded world and Python's own documentation, without downloads, in 7 to 18
+# minutes on two cores. speedrun.sh sources this file if there is no GPU. To paste its commands, begin with
 #     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
 DEPTH=${depth:-2}  # 4 with --full
 python -m scripts.choose_size --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/estimate.json"  # how long it takes

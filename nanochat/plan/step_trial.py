@@ -1,7 +1,7 @@
 """
 Real training steps: how long one takes, and how many rows fit.
 
-    python -m nanochat.plan.step_trial JSON      # as scripts.doctor runs it; prints what `try_steps` returns
+    python -m nanochat.plan.step_trial JSON      # as `try_steps` runs it; prints what it returns
 
 A step may kill its process (out of memory, a segmentation fault, a CUDA error that poisons the context), so each trial
 runs in its own process, which ends itself after TIMEOUT.
