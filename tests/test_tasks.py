@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -697,3 +698,9 @@ def test_example_questions_are_of_tasks_that_are_made_here_only():
                                  "spellingbee[:600]*2, arithmetic:hard", count=6)
     held_out = questions(make_task("spellingbee", "test")) + questions(make_task("arithmetic:hard", "test"))
     assert len(set(examples)) == 6 and set(examples) <= set(held_out) and max(map(len, examples)) <= 80
+    # About Python's library only if it is there; programs last.
+    of_python = SimpleNamespace(manifest={"source": "python"})
+    for library, tasks in ((of_python, ("lookup", "search", "arithmetic", "run")), (None, ("arithmetic", "run"))):
+        examples = example_questions("run[18000:], arithmetic*2, search, lookup, lookup:talk", len(tasks), library)
+        assert [question in questions(make_task(task, "test")) for question, task in zip(examples, tasks)] == (
+            [True] * len(tasks))

@@ -57,8 +57,9 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
     "json": (CustomJSON, ("FILE",)),
     "after": (after, ("FILE",)),
 }
-# Example questions come from these: they need no download, and show nothing of a user's own data.
-GENERATED = ("arithmetic", "lookup", "pydoc", "run", "search", "spellingbee", "tinyworld")
+# Example questions come from these, in this order: they need no download, and show nothing of a user's own data.
+GENERATED = ("lookup", "search", "tinyworld", "arithmetic", "spellingbee", "pydoc", "run")
+OF_PYTHON = {"lookup", "search", "pydoc"}  # ask about Python's library
 LOOKING_UP = {"lookup", "search", "notes"}  # tasks that teach a model to use a library
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?"
                   r"(\[(?P<start>\d*):(?P<stop>\d*)\])?(\*(?P<passes>[1-9]\d*))?")
@@ -128,21 +129,23 @@ def never_looks_up(specs: str, library: str | None) -> str:
 def example_questions(specs: str, count: int = 4, library: Library | None = None) -> list[str]:
     """
     Questions that a model trained on a mixture should answer: two about titles of a library made from a user's own
-    files, if there is one; then short held-out questions of the mixture's generated tasks in turn.
+    files, if there is one; then short held-out questions of the mixture's generated tasks in turn, about Python's
+    library only if it is there.
     """
     questions = []
     names = task_names(specs)
-    if library and library.manifest["source"] != "python" and names & LOOKING_UP:
+    of_python = library is not None and library.manifest["source"] == "python"
+    if library and not of_python and names & LOOKING_UP:
         questions = title_questions(library, LANGUAGES if "notes" in names else (), 2)
-    tasks = []
+    short: dict[str, list[str]] = {}
     for spec in without_parts(specs).split(","):
         name, _, argument = spec.partition(":")
-        if name in GENERATED and argument in TASKS[name][1]:
-            tasks.append(make_task(spec, "test")[:50])
-    for conversation in chain.from_iterable(zip(*tasks)):
-        first = conversation["messages"][0]
-        if first["role"] == "user" and len(first["content"]) <= 80:
-            questions.append(first["content"])
+        if name in GENERATED and name not in short and argument in TASKS[name][1] and (
+            of_python or name not in OF_PYTHON
+        ):
+            asked = [conversation["messages"] for conversation in make_task(spec, "test")[:50]]
+            short[name] = [first["content"] for first, *rest in asked if len(rest) == 1 and len(first["content"]) <= 80]
+    questions += chain.from_iterable(zip(*(short[name] for name in GENERATED if name in short)))
     return questions[:count]
 
 
