@@ -46,7 +46,7 @@ if not gpus:
     if busy_ms >= 1.25 * alone_ms:
         # Beside other processes, threads that wait for each other spin: that would count as work.
         os.environ["GOMP_SPINCOUNT"] = "100"
-        alone_ms, _ = try_steps(*trial)
+        alone_ms = min(alone_ms, try_steps(*trial)[0])
     alone, busy = (sum(cpu_seconds(depth, ms).values()) / 60 for ms in (alone_ms, busy_ms))
     if file:
         write_text(Path(file), json.dumps(cpu_seconds(depth, busy_ms)))

@@ -329,7 +329,7 @@ def test_positions_without_a_target_take_no_part_after_the_last_attention(arch, 
     counted = {}
     for kept in (64, 13, 1, 0):
         keep = torch.arange(64).mul(37).remainder(64).view(2, 32) < kept
-        weights = drawn_weights * keep if by_weights else None
+        weights = (drawn_weights * keep).requires_grad_() if by_weights else None
         some = targets if by_weights else targets.where(keep, -1)
         with FlopCounterMode(display=False) as flops:
             loss = model(tokens, some, "sum", weights, model.documents_in(tokens))
@@ -340,8 +340,13 @@ def test_positions_without_a_target_take_no_part_after_the_last_attention(arch, 
         each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         expected = each @ (drawn_weights * keep if by_weights else keep).flatten().double()
         torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
-        for p, gradient in zip(model.parameters(), torch.autograd.grad(expected, [*exact.values()])):
+        for p, gradient in zip(model.parameters(), torch.autograd.grad(expected, [*exact.values()], retain_graph=True)):
             torch.testing.assert_close(p.grad.double(), gradient, rtol=1e-4, atol=1e-4)
+        if by_weights:
+            torch.testing.assert_close(weights.grad[keep].double(), each.view(2, 32)[keep], rtol=1e-5, atol=0)
+        elif kept:
+            mean = model(tokens, some, documents=model.documents_in(tokens)).double()
+            torch.testing.assert_close(mean, expected / kept, rtol=1e-5, atol=0)
         model.zero_grad()
     width, vocabulary = model.config.n_embd, model.config.padded_vocab_size
     assert counted[64] - counted[13] == 51 * 3 * 2 * width * (9 * width + vocabulary)

@@ -87,7 +87,7 @@ class Tools:
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int, context: int) -> str | None:
         """
-        The result; None for a text that is neither a call nor arithmetic: then the model goes on.
+        The result; None for a text that is neither a call nor for the calculator: then the model goes on.
         calls: how many this answer has made before; arithmetic does not count. context: the model's, in tokens.
         """
         call = TOOL_CALL.fullmatch(expression)

@@ -110,7 +110,10 @@ class GPT(nn.Module):
         return weights
 
     def hidden(self, tokens: Tensor, documents: Tensor | None = None, counted: Tensor | None = None) -> Tensor:
-        """tokens (B, T) → the head's input, (B, T, C). documents: see `forward`; counted: see `Positions`."""
+        """
+        tokens (B, T) → the head's input, (B, T, C), or (N, C) of the N positions `counted`: see `Positions`. documents:
+        see `forward`.
+        """
         positions = self.positions(tokens, documents)._replace(counted=counted)
         streams = self.embed(tokens, positions)
         return norm(self.blocks(range(self.config.n_layer), tokens, streams, positions).x)
@@ -179,18 +182,19 @@ class GPT(nn.Module):
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 for none: the loss in nats, the
         mean or sum over the targets, or with "none" each target's (B, T), without gradient.
-        weights (B, T), float32: a factor for each target's loss in a sum. A target beyond the
-        vocabulary has an infinite loss, so its step is skipped.
+        weights (B, T), float32: a factor for each target's loss in a sum; its gradient is that loss where it is not 0.
+        A target beyond the vocabulary has an infinite loss, so its step is skipped.
 
         documents (N + 1,), int32: where documents begin in the concatenated rows (each row begins one), then B · T. A
         model with `document_token` keeps documents apart; None: each row is one.
         """
+        assert weights is None or reduction == "sum"
         counted = None
-        # After its attention the last block needs no positions that have no target. On a GPU the host would have to
-        # wait to learn their number.
+        # After its attention the last block needs only positions with a target (from two on, for compiled code). On a
+        # GPU the host would have to wait to learn their number.
         if targets is not None and reduction != "none" and tokens.device.type == "cpu":
             counts = targets >= 0 if weights is None else (targets >= 0) & (weights != 0)
-            if 1 < counts.sum() < counts.numel():  # compiled code takes two or more
+            if 1 < counts.sum() < counts.numel():
                 counted = counts.flatten().nonzero()[:, 0]
                 targets, weights = (t if t is None else t.flatten()[counted] for t in (targets, weights))
         return self.lm_head(self.hidden(tokens, documents, counted), targets, weights, reduction)

@@ -307,7 +307,7 @@ class Block(nn.Module):
         tokens: Tensor,
         positions: Positions,
     ) -> Tensor:
-        """The residual stream (B, T, C) after the block. tokens: (B, T)."""
+        """The residual stream (B, T, C) after the block, or (N, C): see `Positions.counted`. tokens: (B, T)."""
         x, first, _ = streams
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
         # In block 0: for the compiler, one tensor passed twice would make another kind of block.

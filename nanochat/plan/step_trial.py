@@ -140,7 +140,7 @@ def main(
         synchronize(device)
         times.append(time.perf_counter() - began)
         # On a busy machine a step waits for a core, which says nothing about the model. This thread takes part in all
-        # work; while it waits for other threads it sleeps. A GPU is not shared like that.
+        # work; while it waits for other threads it spins (GOMP_SPINCOUNT), then sleeps. A GPU is not shared like that.
         alone.append(time.thread_time() - worked if device.type == "cpu" else times[-1])
     print0(1000 * min(alone[1:]), 1000 * min(times[1:]))
     compute_cleanup()

@@ -44,7 +44,10 @@ def of_any_length(function: Callable) -> Callable:
 
 
 def by_position(function: Callable) -> Callable:
-    """A compiled function of each position of tensors (…, C): once for any number of dimensions and positions (≥ 2)."""
+    """
+    A compiled function of each position of contiguous tensors (…, C), compiled once for any number of dimensions and of
+    positions (from two on).
+    """
     of_rows = of_any_length(function)
 
     def call(*tensors):

@@ -140,12 +140,11 @@ def example_questions(specs: str, count: int = 4, library: Library | None = None
     short: dict[str, list[str]] = {}
     for spec in without_parts(specs).split(","):
         name, _, argument = spec.partition(":")
-        if name in GENERATED and name not in short and argument in TASKS[name][1] and (
-            of_python or name not in OF_PYTHON
-        ):
+        asks = name in GENERATED and argument in TASKS[name][1] and argument not in ("unknown", "talk", "FILE")
+        if asks and name not in short and (of_python or name not in OF_PYTHON):
             asked = [conversation["messages"] for conversation in make_task(spec, "test")[:50]]
             short[name] = [first["content"] for first, *rest in asked if len(rest) == 1 and len(first["content"]) <= 80]
-    questions += chain.from_iterable(zip(*(short[name] for name in GENERATED if name in short)))
+    questions += chain.from_iterable(zip(*(short[name] for name in GENERATED if short.get(name))))
     return questions[:count]
 
 

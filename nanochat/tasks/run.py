@@ -6,8 +6,7 @@ What a short Python program prints: needs no download, and programs of the test 
 
 A generator makes the programs, and runs them to learn what they print and calculate.
 `run` is for reinforcement learning: a model that imitates the examples leaves the calculator out half of the time, and
-is then more often wrong; rewards teach it which way is better. No program is in both splits; half of what test programs
-calculate also occurs in training programs of another shape.
+is then more often wrong; rewards teach it which way is better. No program is in both splits.
 """
 import ast
 import io
@@ -73,7 +72,10 @@ def programs(split: str) -> Distinct:
 
 
 class RecordOperations(ast.NodeTransformer):
-    """Writes record("+", a, b) instead of a + b, and x = record("+", x, 1) instead of x += 1."""
+    """
+    Writes record("+", a, b) instead of a + b, x = record("+", x, 1) instead of x += 1, and record("<", a, b) instead of
+    a < b.
+    """
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.Call:
         self.generic_visit(node)

@@ -168,8 +168,8 @@ class Metrics:
         self.session_steps += 1
         tok_per_sec = tokens / dt
         # No device exceeds its peak. A peak measured beside other processes was too low: from here the run's best rate
-        # counts. So the MFU shown on a CPU is an upper bound; and positions without a target, of which a CPU leaves out
-        # a part, count in full.
+        # counts. So the MFU shown on a CPU is an upper bound. Positions without a target count in full, although a CPU
+        # leaves out a part of their work.
         self.peak_flops = max(self.peak_flops, self.flops_per_token * tok_per_sec)
         mfu = self.flops_per_token * tok_per_sec / self.peak_flops
         if ok:
