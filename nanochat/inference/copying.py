@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -159,8 +160,9 @@ class Copying:
             tokens.add(vocabulary.python_start)     # instead of quoting, the model may look up something else
         self.allowed = None
         if tokens:
-            self.allowed = torch.zeros(vocabulary.size, dtype=torch.bool)
-            self.allowed[list(tokens)] = True
+            allowed = np.zeros(vocabulary.size, dtype=bool)  # torch takes 25 µs, numpy 6
+            allowed[list(tokens)] = True
+            self.allowed = torch.from_numpy(allowed)
 
     def _after_special(self, token: int) -> None:
         """A call, its result or the answer begins or ends."""
