@@ -102,12 +102,16 @@ class Copy:
 def word_edges(text: str) -> tuple[list[int], list[int]]:
     """
     Where a stretch of whole words may start and end, as offsets into the text's UTF-8. It may start with the blank
-    before a word. In scripts without blanks each character, with its marks, is a word.
+    before a word. In scripts without blanks each character, with its marks, is a word. A dot within a word belongs to
+    it: of "re.search" the model may not look up "re".
     """
     starts, ends = [], []
     offset = 0
-    for before, after in zip(["", *text], [*text, ""]):
+    padded = ["", "", *text, "", ""]
+    for earlier, before, after, later in zip(padded, padded[1:], padded[2:], padded[3:]):
         is_inside = is_mark(after) or in_word(before) and in_word(after)
+        is_inside |= before == "." and in_word(earlier) and in_word(after)
+        is_inside |= after == "." and in_word(before) and in_word(later)
         if not is_inside and after and (after == " " or not after.isspace()):
             starts.append(offset)
         if not is_inside and before and not before.isspace():
