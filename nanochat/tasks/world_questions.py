@@ -47,6 +47,7 @@ class Item(NamedTuple):
     reply: str
     right: frozenset[str]  # all answers that count as right; empty for questions about the model itself
     relation: str          # the noun phrase, if "And what about …?" may ask for another fact; else empty
+    calls: tuple[tuple[str, str], ...] = ()  # of the calculator, before the reply: (expression, result)
 
 
 class TinyWorld(Task):
@@ -77,8 +78,8 @@ class TinyWorld(Task):
             others = [item for item in self.singles if item.relation == last.relation and item.right != last.right]
             turns = [rng.choice(others), last]
         messages = []
-        for question, reply, *_ in turns:
-            messages += single_turn(question, reply)["messages"]
+        for item in turns:
+            messages += single_turn(item.question, item.reply, item.calls)["messages"]
         right = sorted(turns[-1].right)
         if turns[0].right and rng.below(8) == 0:
             messages[0]["content"] = rng.choice(GREETINGS) + messages[0]["content"]
@@ -162,7 +163,9 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
     if Telling("", reply) == fact.held_out:
         reply = f"It is {word}."
     relation = fact.noun if fact.noun.endswith("{s}") and asked == "a" else ""
-    return Item(question, reply, frozenset(right), relation)
+    # Sums are calculated, as in the arithmetic task: a model that sees both ways also guesses larger sums.
+    calls = ((slots["s"], word),) if fact.topic == "sums" else ()
+    return Item(question, reply, frozenset(right), relation, calls)
 
 
 @cache
