@@ -1,5 +1,5 @@
-# An assistant for a laptop: the embedded world and Python's own documentation, without downloads, in 7 to 18
-# minutes on two cores. speedrun.sh sources this file if there is no GPU. To paste its commands, begin with
+# An assistant for a laptop: the embedded world and Python's own documentation, without downloads, in 13
+# minutes on two slow cores. speedrun.sh sources this file if there is no GPU. To paste its commands, begin with
 #     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
 DEPTH=${depth:-2}  # 4 with --full
 python -m scripts.choose_size --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/estimate.json"  # how long it takes
@@ -19,7 +19,7 @@ once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/
 # make better text but no better assistant, since mid-training asks for each fact many times (docs/LOG.md).
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
     python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=auto --depth=$DEPTH \
-    --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=200 --eval_every=100 --sample_every=100 \
+    --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=200 --eval_every=50 --sample_every=100 \
     --embedding_lr=0.4 --unembedding_lr=0.008 --matrix_lr=0.04 --warmdown_ratio=0.6 $batch $keep
 # ---- The assistant, judged by held-out problems. base_train has measured the base model. Fine-tuning did not help.
 judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=160 --tasks="tinyworld:facts, tinyworld:identity,
