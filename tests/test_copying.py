@@ -186,9 +186,9 @@ def test_a_wider_call_needs_a_word_of_the_users_own_question(tmp_path, monkeypat
     ("हिन्दी में", ["हिन्दी", "में"]),
     ("天气 ok", ["天", "气", "ok"]),
     ("ที่ดี", ["ที่", "ดี"]),
-    ("str.find()", ["str.find", "(", ")"]),
-    ("see re.search.", ["see", "re.search", "."]),
-    ("... .5, 1.25", [".", ".", ".", ".", "5", ",", "1.25"]),
+    ("str.find()", ["str.find", ".find", "find", "(", ")"]),
+    ("see re.search.", ["see", "re.search", ".search", "search", "."]),
+    ("... .5, 1.25", [".", ".", ".", ".", "5", ",", "1.25", ".25", "25"]),
 ])
 def test_words_of_scripts(text, words):
     starts, ends = word_edges(text)

@@ -102,19 +102,19 @@ class Copy:
 def word_edges(text: str) -> tuple[list[int], list[int]]:
     """
     Where a stretch of whole words may start and end, as offsets into the text's UTF-8. It may start with the blank
-    before a word. In scripts without blanks each character, with its marks, is a word. A dot within a word belongs to
-    it: of "re.search" the model may not look up "re".
+    before a word. In scripts without blanks each character, with its marks, is a word. It may not end at a dot within a
+    word: "re" is something else than "re.search", but "words.sort" may be looked up as "sort".
     """
     starts, ends = [], []
     offset = 0
     padded = ["", "", *text, "", ""]
     for earlier, before, after, later in zip(padded, padded[1:], padded[2:], padded[3:]):
         is_inside = is_mark(after) or in_word(before) and in_word(after)
-        is_inside |= before == "." and in_word(earlier) and in_word(after)
-        is_inside |= after == "." and in_word(before) and in_word(later)
+        is_at_dot = before == "." and in_word(earlier) and in_word(after)
+        is_at_dot |= after == "." and in_word(before) and in_word(later)
         if not is_inside and after and (after == " " or not after.isspace()):
             starts.append(offset)
-        if not is_inside and before and not before.isspace():
+        if not is_inside and not is_at_dot and before and not before.isspace():
             ends.append(offset)
         offset += len(after.encode())
     return starts, ends
