@@ -217,15 +217,49 @@ def test_what_a_call_can_copy():
     assert unspaced.startswith("开始天") and unspaced.endswith("天结束")
 
 
-@pytest.mark.parametrize("begun, held", [("Das weiß ich", True), ("Das weiss ich ", False)])
-def test_a_refusal_of_another_language_is_copied(begun, held):
-    copying = Copying(Vocabulary(TOKENIZER), [], [END])
-    copying.special, copying.is_nothing = SPECIAL("<|output_end|>"), True
-    rest = [*TOKENIZER.encode(REFUSALS["de"][len(begun) :]), END]
-    for token in TOKENIZER.encode(begun) + rest * held:
-        assert copying.allowed is None or copying.allowed.nonzero().tolist() == [[token]]
+def after(question: str, *parts: tuple[str, str]) -> Copying:
+    """What an answer may copy that consists of these parts: a special token and a text each."""
+    prompt = [SPECIAL("<|user_start|>"), *TOKENIZER.encode(question), SPECIAL("<|user_end|>")]
+    copying = Copying(Vocabulary(TOKENIZER), prompt, [END])
+    for name, text in parts:
+        for token in [SPECIAL(name), *TOKENIZER.encode(text)]:
+            copying.add(token)
+    return copying
+
+
+def allowed_texts(copying: Copying) -> set[bytes] | None:
+    return copying.allowed if copying.allowed is None else {RAW[token] for token in copying.allowed.nonzero().flatten()}
+
+
+@pytest.mark.parametrize("call", ["lookup", "search", "spell"])
+def test_a_call_has_the_users_words(call):
+    beginnings = {b" ", b" the", b"t", b"th", b"the", b"i"}
+    assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}("'))) == beginnings
+    assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}("there'))) == {b'"', b'")', b" "}
+    assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}ing("'))) is None
+
+
+@pytest.mark.parametrize("call, result, begun, rest", [
+    ("lookup", NOTHING, "Das weiß ic", REFUSALS["de"][11:]), ("lookup", NOTHING, "Das weiss ich ", ""),
+    ("spell", "t-h-e", "t-", "h-e."), ("spell", "t-h-e", "t", ""), ("spell", "t-h-e", "The word th", ""),
+    ("spell", NOTHING, "I do not kno", 'w. I found nothing about "the".'),
+])
+def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, result, begun, rest):
+    copying = after("the", ("<|python_start|>", f'{call}("the")'), ("<|python_end|>", ""), ("<|output_start|>", result),
+                    ("<|output_end|>", ""))
+    for token in TOKENIZER.encode(begun):
+        assert copying.allowed is None
         copying.add(token)
-    assert held or copying.allowed is None
+    assert (copying.allowed is None) == (not rest)
+    while rest:
+        texts = allowed_texts(copying)
+        assert texts and all(rest.encode().startswith(text) for text in texts)
+        token = TOKENIZER.encode(rest)[0]
+        assert RAW[token] in texts
+        copying.add(token)
+        rest = rest.encode()[len(RAW[token]):].decode()
+        if not rest:
+            assert copying.allowed.nonzero().tolist() == [[END]]
 
 
 def test_a_stop_token_that_does_not_exist_and_a_result_that_nobody_asked_for():

@@ -2,8 +2,9 @@
 Copying without errors. The model decides what it looks up and how much of a passage it quotes, but it cannot change
 the letters:
 
-    in a call        the text in lookup("…") and search("…") is a stretch of whole words that the user wrote
+    in a call        the text in lookup("…"), search("…") and spell("…") is a stretch of whole words that the user wrote
     after a passage  the answer is the passage, from its beginning up to the end of one of its sentences
+    after letters    an answer that begins like them, "s-u", is all of them
     after "nothing"  an answer that begins like a trained refusal is that refusal, with the name looked up
 
 Texts are compared in bytes, so any tokenization of the same text is allowed. Without this, a model of two million
@@ -29,9 +30,12 @@ from nanochat.inference.words import UNSPACED
 MOST_BYTES = 64         # longer tokens are not used for copying
 MOST_TAIL = 4           # bytes of a stretch in a token that also closes the call, such as `?")`
 MOST_QUESTION = 500     # bytes used from the beginning, and from the end, of what the user wrote
+# The calls whose text is the user's.
+COPYING_CALLS = (*QUERIES, "spell")
 # An unfinished call: its quotation mark and what follows.
-CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(QUERIES)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
-REFUSAL_BEGINS = 12     # bytes after which an answer counts as a refusal
+CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(COPYING_CALLS)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
+# Bytes after which an answer counts as a refusal, or as a word's letters.
+REFUSAL_BEGINS, SPELLING_BEGINS = 12, 2
 UNSPACED_CHARACTER = re.compile(f"[{UNSPACED}]")
 
 
@@ -140,9 +144,9 @@ class Copying:
         self.stop -= {vocabulary.python_end}
         self.special: int | None = None     # the answer's last special token
         self.written = b""                  # the answer since that token
-        self.called = ""                    # what the last call looked up
-        self.awaits_result = False          # whether that call's result from the library is still to come
-        self.is_nothing = False             # whether nothing was found
+        self.tool, self.called = "", ""     # the last call's name, until its result has come, and its text
+        self.held: list[str] = []           # an answer that begins like one of these is that one,
+        self.begins = 0                     # once it has so many bytes
         self.copy: Copy | None = None
         self.allowed: Tensor | None = None  # (V,) bool, the tokens that may come next; None: all
 
@@ -155,8 +159,8 @@ class Copying:
             self._after_special(token)
         if self.copy is None and self.special == vocabulary.python_start:
             self.copy = self._copy_of_question()
-        if self.copy is None and self.is_nothing:
-            self.copy = self._copy_of_refusal()
+        if self.copy is None:
+            self.copy = self._copy_of_held()
         tokens: set[int] = set()
         if self.copy:
             tokens = self.copy.next_tokens(self.written, vocabulary)
@@ -171,15 +175,18 @@ class Copying:
     def _after_special(self, token: int) -> None:
         """A call, its result or the answer begins or ends."""
         vocabulary, written = self.vocabulary, self.written.decode(errors="replace")
-        self.special, self.written, self.copy, self.is_nothing = token, b"", None, False
+        self.special, self.written, self.copy, self.held = token, b"", None, []
         if token == vocabulary.python_end:
             call = TOOL_CALL.fullmatch(written)
-            self.awaits_result = call is not None and call[1] in QUERIES
-            self.called = call[3] if call else ""
-        elif token == vocabulary.output_end and self.awaits_result:
-            self.awaits_result = False
-            self.is_nothing = written == NOTHING
-            if not self.is_nothing:
+            self.tool, self.called = (call[1], call[3]) if call else ("", "")
+        elif token == vocabulary.output_end and self.tool in COPYING_CALLS:
+            tool, self.tool = self.tool, ""
+            if written == NOTHING:
+                name = self.called if self.called.startswith(" ") else f' "{self.called}"'
+                self.held, self.begins = [REFUSAL.format(name), *REFUSALS.values()], REFUSAL_BEGINS
+            elif tool == "spell":
+                self.held, self.begins = [f"{written}."], SPELLING_BEGINS
+            else:
                 ends = [len(written[:end].encode()) for end in sentence_ends(written)]
                 self.copy = Copy(written.encode(), [0], ends, self.stop)
 
@@ -195,13 +202,11 @@ class Copying:
         opening = self.written[: call.start(1)] + quote
         return Copy(question.encode(), starts, ends, {self.vocabulary.python_end}, opening, quote + b")")
 
-    def _copy_of_refusal(self) -> Copy | None:
-        """The whole refusal, once the answer begins like one; in English with the name looked up."""
-        name = self.called if self.called.startswith(" ") else f' "{self.called}"'
-        for text in (REFUSAL.format(name), *REFUSALS.values()):
-            refusal = text.encode()
-            if refusal.startswith(self.written) and len(self.written) >= REFUSAL_BEGINS:
-                return Copy(refusal, [0], [len(refusal)], self.stop)
+    def _copy_of_held(self) -> Copy | None:
+        """The whole refusal, in English with the name looked up, or all letters, once the answer begins like that."""
+        for text in map(str.encode, self.held):
+            if text.startswith(self.written) and len(self.written) >= self.begins:
+                return Copy(text, [0], [len(text)], self.stop)
         return None
 
     def questions(self) -> list[str]:
