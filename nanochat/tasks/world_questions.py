@@ -11,6 +11,7 @@ model that answers them knows the fact from other phrasings and the phrasing fro
 the model itself, whole phrasings are held out.
 """
 import re
+from collections import defaultdict
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -58,6 +59,9 @@ class TinyWorld(Task):
         self.key = f"tinyworld:{argument}:{split}"
         facts_only = argument == "facts"
         self.singles = [item for item in items(split) if not argument or bool(item.right) == facts_only]
+        self.by_relation: dict[str, list[Item]] = defaultdict(list)
+        for item in self.singles:
+            self.by_relation[item.relation].append(item)
         self.second = [] if argument == "identity" else follow_ups(split)
         two_turns = TWO_TURNS[split] if self.second else 0
         self.order = shuffled(len(self.singles) + two_turns, self.key)
@@ -75,7 +79,7 @@ class TinyWorld(Task):
         else:
             # "And what about Italy?" can be understood only after a question about the same relation.
             last = rng.choice(self.second)
-            others = [item for item in self.singles if item.relation == last.relation and item.right != last.right]
+            others = [item for item in self.by_relation[last.relation] if item.right != last.right]
             turns = [rng.choice(others), last]
         messages = []
         for item in turns:
