@@ -1,5 +1,5 @@
-# Every stage with a tiny model for two steps, on all GPUs or the CPU, in minutes. Nothing is learned, and nothing is
-# compiled. speedrun.sh --rehearse sources this file.
+# Every stage with a tiny model for two steps, on all GPUs or the CPU, in minutes. Nothing is learned, and only
+# FlashAttention 4 is compiled: 28 seconds in each process. speedrun.sh --rehearse sources this file.
 NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR%/rehearsal}/rehearsal
 tag=rehearsal made=report/sections/tinyworld/rehearsal run="python -m"
 [ "$gpus" -le 1 ] || run="torchrun --standalone --nproc_per_node=$gpus -m"

@@ -49,7 +49,7 @@ for task in measured:
     judged = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, copying=copying)
     correct, right = judged.correct, accuracy(judged.correct)
     misquotes += judged.misquoted
-    # Copying never misquotes.
+    # With copying only an answer after "nothing" can count: one that does not begin like a refusal is free.
     misquoted = f"{sum(judged.misquoted):,} of {len(judged.misquoted):,}" if judged.misquoted else ""
     results[task.name] = f"{right:.1%}"
     scores.append((right - task.baseline) / (1 - task.baseline))  # centred: 0 for guessing, 1 for perfect

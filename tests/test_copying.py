@@ -239,27 +239,39 @@ def test_a_call_has_the_users_words(call):
     assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}ing("'))) is None
 
 
-@pytest.mark.parametrize("call, result, begun, rest", [
-    ("lookup", NOTHING, "Das weiß ic", REFUSALS["de"][11:]), ("lookup", NOTHING, "Das weiss ich ", ""),
-    ("spell", "t-h-e", "t-", "h-e."), ("spell", "t-h-e", "t", ""), ("spell", "t-h-e", "The word th", ""),
-    ("spell", NOTHING, "I do not kno", 'w. I found nothing about "the".'),
+def spelled(call: str, result: str) -> list[tuple[str, str]]:
+    return [("<|python_start|>", call), ("<|python_end|>", ""), ("<|output_start|>", result), ("<|output_end|>", "")]
+
+
+@pytest.mark.parametrize("call, result, begun, rest, ends", [
+    ("lookup", NOTHING, "Das weiß ic", REFUSALS["de"][11:], True), ("lookup", NOTHING, "Das weiss ich ", "", False),
+    ("spell", NOTHING, "I do not kno", 'w. I found nothing about "the".', True),
+    ("spell", "t-h-e", "t-", "h-e", False), ("spell", "t-h-e", "t", "", False), ("spell", "t-h-e", "The wo", "", False),
+    ("spell", "с-л-о", "с-", "л-о", False), ("spell", "с-л-о", "сл", "", False),    # two bytes are one letter
+    ("spell", "a", "a", "", False),
 ])
-def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, result, begun, rest):
-    copying = after("the", ("<|python_start|>", f'{call}("the")'), ("<|python_end|>", ""), ("<|output_start|>", result),
-                    ("<|output_end|>", ""))
+def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, result, begun, rest, ends):
+    copying = after("the", *spelled(f'{call}("the")', result))
     for token in TOKENIZER.encode(begun):
         assert copying.allowed is None
         copying.add(token)
-    assert (copying.allowed is None) == (not rest)
-    while rest:
+    left = rest.encode()
+    for token in TOKENIZER.encode(rest):
         texts = allowed_texts(copying)
-        assert texts and all(rest.encode().startswith(text) for text in texts)
-        token = TOKENIZER.encode(rest)[0]
-        assert RAW[token] in texts
+        assert RAW[token] in texts and all(left.startswith(text) for text in texts)
         copying.add(token)
-        rest = rest.encode()[len(RAW[token]):].decode()
-        if not rest:
-            assert copying.allowed.nonzero().tolist() == [[END]]
+        left = left[len(RAW[token]):]
+    assert copying.allowed.nonzero().tolist() == [[END]] if ends else copying.allowed is None
+    copying.add(TOKENIZER.encode("x")[0])
+    assert copying.allowed is None      # after the letters an answer goes on as it likes
+
+
+def test_letters_are_copied_only_if_one_word_was_spelled():
+    calls = spelled('spell("the")', "t-h-e") + spelled('spell("there")', "t-h-e-r-e")
+    copying = after("the there", *calls)
+    for token in TOKENIZER.encode("t-h-e and t-h-e-r-e"):
+        assert copying.allowed is None
+        copying.add(token)
 
 
 def test_a_stop_token_that_does_not_exist_and_a_result_that_nobody_asked_for():

@@ -325,6 +325,10 @@ def test_words_are_tokens_and_words_of_several_and_a_word_is_on_one_side_in_all_
     trained, tested = (set(make_task("words:world", split).words) for split in ("train", "test"))
     assert len(trained) > 1500 and len(tested) > 100 and not trained & tested
     assert not tested.intersection(generated[0], WORDS) and not trained.intersection(generated[1])
+    by_hand, mixed = ([*make_task(f"words:world{kind}", "train")] for kind in (":hand", ""))
+    assert len(by_hand) == len(trained) and len({*questions(by_hand)}) == len(trained)
+    assert {*questions(by_hand)} <= {*questions(mixed)} and len(mixed) == 7 * len(trained)
+    assert all(reference(one).count("-") > 1 for one in by_hand)
     tokenizer = get_tokenizer("world")
     assert all(len(tokenizer.encode(f" {word}")) > 1 for word in tested), "none of those held out is a token"
     # Without the rule about longer tokens a quarter are fragments: the beginnings of words, and never words themselves.
@@ -682,6 +686,7 @@ def test_specs_say_which_task_which_part_and_how_often(tmp_path):
 @pytest.mark.parametrize("spec, problem", [
     ("arithmetic*0", "NAME"), ("arithmetic:brutal", "expected easy or medium or hard"), ("gsm8k:x", "expected no arg"),
     ("words", "needs an argument.*words:climbmix"), ("arithmetic[99999:]", "nothing is left of its 20,000"),
+    ("words:tinyworld:sing", "expected words:tinyworld, or at its end one of :spell, :tool, :hand"),
     ("spelingbee:tool", r"no task 'spelingbee'; known: .*; did you mean 'spellingbee'\?$"),
 ])
 def test_wrong_specs_are_said_to_be_wrong(spec: str, problem: str):

@@ -4,7 +4,7 @@ the letters:
 
     in a call        the text in lookup("…"), search("…") and spell("…") is a stretch of whole words that the user wrote
     after a passage  the answer is the passage, from its beginning up to the end of one of its sentences
-    after letters    an answer that begins like them, "s-u", is all of them
+    after letters    an answer that begins like a spelled word's, "s-", has all of them, then goes on as it likes
     after "nothing"  an answer that begins like a trained refusal is that refusal, with the name looked up
 
 Texts are compared in bytes, so any tokenization of the same text is allowed. Without this, a model of two million
@@ -34,8 +34,7 @@ MOST_QUESTION = 500     # bytes used from the beginning, and from the end, of wh
 COPYING_CALLS = (*QUERIES, "spell")
 # An unfinished call: its quotation mark and what follows.
 CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(COPYING_CALLS)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
-# Bytes after which an answer counts as a refusal, or as a word's letters.
-REFUSAL_BEGINS, SPELLING_BEGINS = 12, 2
+REFUSAL_BEGINS = 12     # bytes after which an answer counts as a refusal
 UNSPACED_CHARACTER = re.compile(f"[{UNSPACED}]")
 
 
@@ -103,6 +102,11 @@ class Copy:
         return tokens.union(*map(vocabulary.beginnings, rests))
 
 
+def copy_up_to(text: str, ends: Sequence[int], after: set[int]) -> Copy:
+    """A text from its beginning up to one of these characters; after it any token if none is given."""
+    return Copy(text.encode(), [0], [len(text[:end].encode()) for end in ends], after)
+
+
 def word_edges(text: str) -> tuple[list[int], list[int]]:
     """
     Where a stretch of whole words may start and end, as offsets into the text's UTF-8. It may start with the blank
@@ -145,8 +149,9 @@ class Copying:
         self.special: int | None = None     # the answer's last special token
         self.written = b""                  # the answer since that token
         self.tool, self.called = "", ""     # the last call's name, until its result has come, and its text
-        self.held: list[str] = []           # an answer that begins like one of these is that one,
-        self.begins = 0                     # once it has so many bytes
+        self.spells = 0                     # how many words have been spelled
+        self.held: list[Copy] = []          # the answer is one of these if it begins like it,
+        self.held_from = 0                  # with so many bytes
         self.copy: Copy | None = None
         self.allowed: Tensor | None = None  # (V,) bool, the tokens that may come next; None: all
 
@@ -159,8 +164,8 @@ class Copying:
             self._after_special(token)
         if self.copy is None and self.special == vocabulary.python_start:
             self.copy = self._copy_of_question()
-        if self.copy is None:
-            self.copy = self._copy_of_held()
+        if self.copy is None and len(self.written) >= self.held_from:
+            self.copy = next((copy for copy in self.held if copy.source.startswith(self.written)), None)
         tokens: set[int] = set()
         if self.copy:
             tokens = self.copy.next_tokens(self.written, vocabulary)
@@ -183,12 +188,16 @@ class Copying:
             tool, self.tool = self.tool, ""
             if written == NOTHING:
                 name = self.called if self.called.startswith(" ") else f' "{self.called}"'
-                self.held, self.begins = [REFUSAL.format(name), *REFUSALS.values()], REFUSAL_BEGINS
+                refusals = [REFUSAL.format(name), *REFUSALS.values()]
+                self.held = [copy_up_to(text, [len(text)], self.stop) for text in refusals]
+                self.held_from = REFUSAL_BEGINS
             elif tool == "spell":
-                self.held, self.begins = [f"{written}."], SPELLING_BEGINS
+                self.spells += 1
+                if self.spells == 1:    # after two words an answer may begin with either
+                    self.held = [copy_up_to(written, [len(written)], set())]
+                    self.held_from = len(written[:2].encode())
             else:
-                ends = [len(written[:end].encode()) for end in sentence_ends(written)]
-                self.copy = Copy(written.encode(), [0], ends, self.stop)
+                self.copy = copy_up_to(written, sentence_ends(written), self.stop)
 
     def _copy_of_question(self) -> Copy | None:
         """The user's words, once a call's name has been written."""
@@ -201,13 +210,6 @@ class Copying:
             return None
         opening = self.written[: call.start(1)] + quote
         return Copy(question.encode(), starts, ends, {self.vocabulary.python_end}, opening, quote + b")")
-
-    def _copy_of_held(self) -> Copy | None:
-        """The whole refusal, in English with the name looked up, or all letters, once the answer begins like that."""
-        for text in map(str.encode, self.held):
-            if text.startswith(self.written) and len(self.written) >= self.begins:
-                return Copy(text, [0], [len(text)], self.stop)
-        return None
 
     def questions(self) -> list[str]:
         """What the user wrote in this conversation."""

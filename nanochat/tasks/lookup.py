@@ -41,8 +41,8 @@ TALK_ANSWER = "I can look things up, calculate, spell words and tell simple fact
 
 # lookup.toml says what each of these texts is for.
 TEXTS = read_texts("lookup")
-LINES = {name: text.splitlines() for name, text in TEXTS.items()}
-LOOKUP = QUESTIONS + LINES["lookup"]
+LINES = {name: tuple(text.splitlines()) for name, text in TEXTS.items()}
+LOOKUP = (*QUESTIONS, *LINES["lookup"])
 SIGNS = "|/\\#*=+-_~^@&%$<>[]{}();:!?.,–—−…“”‘’«»„×÷°±§€£¥²³½µ→←↑✓•≤≥≠≈∞√"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz" * 3 + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 2
 VERBS = frozenset(TEXTS["verbs"].split())
@@ -168,16 +168,20 @@ def draw_turn(
     return single_turn(question, answer, [(f'{kind}("{blank}{asked}")', found)]) | {"right": right}
 
 
-def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
+@cache
+def ways_of(ways: tuple[str, ...], split: str) -> list[str]:
+    return [way for way in ways if split_of(way, 6) == split]
+
+
+def ask(rng: StableRandom, ways: tuple[str, ...], split: str, **slots: str) -> str:
     """A question in one of a split's ways, sometimes in lower case, without its question mark, or after a greeting."""
     named = "n" in slots
     # The name belongs to the split, so half of the questions with a name use training's ways.
-    side = "train" if named and rng.below(2) else split
-    ways = [way for way in ways if split_of(way, 6) == side]
-    way = rng.choice(ways)
+    chosen = ways_of(ways, "train" if named and rng.below(2) else split)
+    way = rng.choice(chosen)
     # Mix one way's ending into another: the model learns that a name can follow and precede anything.
     if named and split == "train" and not rng.below(4):
-        way = way.partition("{n}")[0] + "{n}" + rng.choice(ways).rpartition("{n}")[2]
+        way = way.partition("{n}")[0] + "{n}" + rng.choice(chosen).rpartition("{n}")[2]
     if not rng.below(4):
         way = way.lower()
     if not rng.below(4):

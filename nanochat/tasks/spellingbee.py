@@ -6,6 +6,7 @@ Spelling words and counting their letters: needs no download, and words of the t
     spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    k-a-m-o:1-t. The letter o occurs 1 time.
     spellingbee          the three in turn
     words:climbmix       real words: each spelled in five ways, its letters counted with the tool and by hand
+    words:climbmix:hand  one of these kinds; only here a token's letters must be known, the tool's are copied
 
 Most words of spellingbee are made of syllables, so there are enough. Words of the embedded corpus are only
 trained on: its documents spell them, so they cannot be held out.
@@ -28,6 +29,7 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer, get_tokenizer
+from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import last_number, read_texts, single_turn, split_of, stable_hash
 from nanochat.tasks.python_questions import documentation_words
 
@@ -101,14 +103,18 @@ def generated_words(argument: str, split: str) -> SpellingBee:
     return SpellingBee(name, words(split), (argument,) if argument else KINDS)
 
 
-def real_words(data: str, split: str) -> SpellingBee:
-    """The task words:DATA. UserError without a tokenizer."""
+def real_words(argument: str, split: str) -> SpellingBee:
+    """The task words:DATA or words:DATA:KIND. UserError without a tokenizer, or for another kind."""
+    data, _, kind = argument.partition(":")
+    if kind not in ("", *KINDS):
+        raise UserError(f"task words:{argument}: expected words:{data}, or at its end one of :{', :'.join(KINDS)}")
     tokenizer = get_tokenizer(data)
     tokens = token_words(tokenizer) - set(words("test"))
     others = {word for word in documentation_words() - tokens
               if side_of(word) == split and len(tokenizer.encode(f" {word}")) > 1}
     found = others | tokens if split == "train" else others
-    return SpellingBee("SpellingBee (real words)", sorted(found, key=stable_hash), WORDS_KINDS)
+    name = f"SpellingBee {kind}".rstrip() + " (real words)"
+    return SpellingBee(name, sorted(found, key=stable_hash), (kind,) if kind else WORDS_KINDS)
 
 
 def spell_counting(word: str, letter: str) -> str:
