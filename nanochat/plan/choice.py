@@ -18,9 +18,9 @@ from nanochat.runtime.flops import Gpu
 MAX_HOURS = 12
 # Steps of runs/cpu.sh: seconds that do not depend on the model, and all others counted in steps of pretraining.
 CPU_STEPS = {
-    "data-tinyworld": (4, 10), "tokenizer-tinyworld": (4, 16),
-    "base-assistant-d{}": (17, 240), "mid-assistant-d{}": (20, 1120), "chat_eval-mid-assistant-d{}": (7, 38),
-    "rl-assistant-d{}": (8, 175), "chat_eval-rl-assistant-d{}": (15, 85),
+    "data-tinyworld": (4, 8), "tokenizer-tinyworld": (4, 10),
+    "base-assistant-d{}": (17, 235), "mid-assistant-d{}": (20, 1120), "chat_eval-mid-assistant-d{}": (6, 30),
+    "rl-assistant-d{}": (8, 130), "chat_eval-rl-assistant-d{}": (13, 70),
 }
 # The most rows at a time: a step has 512, and with 32, gradients are summed half as often as with 16.
 MAX_ROWS = 32
