@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From an empty machine to a model you can talk to, evaluated at every stage, and its report: the commands for eight
-# H100s, four hours. Other GPUs change eight variables; without a GPU runs/cpu.sh runs, 13 minutes on two slow cores.
+# H100s, four hours. Other GPUs change eight variables; without a GPU runs/cpu.sh runs, 12 minutes on two slow cores.
 #
 #     bash speedrun.sh                # stopped or failed? Run it again: finished steps stay, training goes on
 #     bash speedrun.sh --chat --folder=~/notes    # a page shows the run, then chats, and looks things up in your files

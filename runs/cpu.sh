@@ -1,4 +1,4 @@
-# An assistant for a laptop: the embedded world and Python's own documentation, without downloads, in 13
+# An assistant for a laptop: the embedded world and Python's own documentation, without downloads, in 12
 # minutes on two slow cores. speedrun.sh sources this file if there is no GPU. To paste its commands, begin with
 #     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
 DEPTH=${depth:-2}  # 4 with --full
