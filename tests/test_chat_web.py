@@ -938,7 +938,10 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
 
 
 def step_seconds(engine: Engine, **fields) -> float:
-    """Of the processor, for a step that writes a token of each of 16 answers, with all that is done for their texts."""
+    """
+    Of the processor, for a step that writes a token of each of 16 answers, with all that is done for their texts. The
+    fastest of ten: beside other tests, waiting threads spin.
+    """
     process = EngineProcess(socket.socketpair()[0])
     process.engine, process.send = engine, lambda message: None
     body = {"model": "m", "messages": chat("?"), "n": 16, "max_tokens": 10**4} | fields
@@ -946,12 +949,14 @@ def step_seconds(engine: Engine, **fields) -> float:
     process.accept(asked.prepare(ServedModel("m", engine.tokenizer, 2048, 16, []), 10**4, ""))
     for _ in range(60):
         process.step()
-    started = time.process_time()
+    seconds = []
     for _ in range(10):
+        started = time.process_time()
         process.step()
+        seconds.append(time.process_time() - started)
     assert len(engine.running) == 16
     engine.clear()
-    return (time.process_time() - started) / 10
+    return min(seconds)
 
 
 def test_no_request_makes_a_step_much_dearer():
