@@ -21,7 +21,7 @@ function copies(parts, question) {
   const found = [];
   let from = 0;
   for (const [i, { type, text }] of parts.entries()) {
-    const to = from + [...text].length, argument = type === "python" && /^\s*(?:lookup|search)\(\s*["']?(.*?)["']?\s*\)?$/s.exec(text)?.[1];
+    const to = from + [...text].length, argument = type === "python" && /^\s*(?:lookup|search|spell)\(\s*["']?(.*?)["']?\s*\)?$/s.exec(text)?.[1];
     const call = parts[i - 2], earlier = call?.type === "python" && parts[i - 1].type === "python_output";
     if (argument && question.includes(argument.trim())) {
       const start = from + [...text.slice(0, text.indexOf(argument))].length;
