@@ -170,6 +170,7 @@ def draw_turn(
 
 @cache
 def ways_of(ways: tuple[str, ...], split: str) -> list[str]:
+    """The ways to ask that belong to a split, by their own text."""
     return [way for way in ways if split_of(way, 6) == split]
 
 
