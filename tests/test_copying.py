@@ -228,7 +228,10 @@ def after(question: str, *parts: tuple[str, str]) -> Copying:
 
 
 def allowed_texts(copying: Copying) -> set[bytes] | None:
-    return copying.allowed if copying.allowed is None else {RAW[token] for token in copying.allowed.nonzero().flatten()}
+    allowed = copying.allowed
+    for token in range(TOKENIZER.get_vocab_size()):
+        assert copying.allows(token) == (allowed is None or token in allowed)
+    return None if allowed is None else {RAW[token] if token < len(RAW) else b"" for token in allowed}
 
 
 @pytest.mark.parametrize("call", ["lookup", "search", "spell"])
@@ -237,6 +240,15 @@ def test_a_call_has_the_users_words(call):
     assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}("'))) == beginnings
     assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}("there'))) == {b'"', b'")', b" "}
     assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}ing("'))) is None
+    assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}("i")'))) == {b""}
+    assert allowed_texts(after('say "the")', ("<|python_start|>", f'{call}("the'))) == {b'"', b'")'}
+    assert allowed_texts(after("the " * 99, ("<|python_start|>", f'{call}("the the th'))) == {b"e"}
+
+
+def test_a_passage_is_quoted_up_to_the_end_of_a_sentence():
+    result = [("<|python_start|>", 'search("the")'), ("<|python_end|>", ""), ("<|output_start|>", "the 2. there")]
+    assert allowed_texts(after("the", *result, ("<|output_end|>", ""))) == {b"t", b"th", b"the", b""}
+    assert allowed_texts(after("the", *result, ("<|output_end|>", "the 2. there"))) == {b""}
 
 
 def spelled(call: str, result: str) -> list[tuple[str, str]]:
@@ -261,7 +273,7 @@ def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, 
         assert RAW[token] in texts and all(left.startswith(text) for text in texts)
         copying.add(token)
         left = left[len(RAW[token]):]
-    assert copying.allowed.nonzero().tolist() == [[END]] if ends else copying.allowed is None
+    assert copying.allowed == [END] if ends else copying.allowed is None
     copying.add(TOKENIZER.encode("x")[0])
     assert copying.allowed is None      # after the letters an answer goes on as it likes
 
@@ -280,7 +292,7 @@ def test_a_stop_token_that_does_not_exist_and_a_result_that_nobody_asked_for():
     output = [SPECIAL("<|output_start|>"), *TOKENIZER.encode("x."), SPECIAL("<|output_end|>")]
     for token in [*call, *output, *TOKENIZER.encode("x.")]:
         copying.add(token)
-    assert copying.allowed is not None and copying.allowed.nonzero().tolist() == [[END]]
+    assert copying.allowed == [END]
     for token in output:
         copying.add(token)
     assert copying.allowed is None

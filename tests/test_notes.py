@@ -48,7 +48,7 @@ def forbidden(tokenizer: Tokenizer, conversation: dict) -> bool:
     begin = len(ids) - ids[::-1].index(start)
     copying = Copying(Vocabulary(tokenizer), ids[:begin], [end])
     for token in ids[begin:]:
-        if copying.allowed is not None and not copying.allowed[token]:
+        if not copying.allows(token):
             return True
         copying.add(token)
     return False

@@ -16,10 +16,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, REFUSALS, TOOL_CALL
@@ -73,6 +69,12 @@ class Copy:
     after: set[int]
     opening: bytes = b""
     closing: bytes = b""
+
+    def goes_on(self, text: bytes) -> bool:
+        """Whether `text` is the opening and a stretch that has not ended."""
+        stretch = text[len(self.opening):]
+        starts = self.starts if stretch and text.startswith(self.opening) else ()
+        return any(self.source.startswith(stretch, start) for start in starts)
 
     def next_tokens(self, written: bytes, vocabulary: Vocabulary) -> set[int]:
         """The tokens that may follow `written`; none if no such text begins with it."""
@@ -153,7 +155,6 @@ class Copying:
         self.held: list[Copy] = []          # the answer is one of these if it begins like it,
         self.held_from = 0                  # with so many bytes
         self.copy: Copy | None = None
-        self.allowed: Tensor | None = None  # (V,) bool, the tokens that may come next; None: all
 
     def add(self, token: int) -> None:
         """Add the answer's next token."""
@@ -166,16 +167,24 @@ class Copying:
             self.copy = self._copy_of_question()
         if self.copy is None and len(self.written) >= self.held_from:
             self.copy = next((copy for copy in self.held if copy.source.startswith(self.written)), None)
-        tokens: set[int] = set()
-        if self.copy:
-            tokens = self.copy.next_tokens(self.written, vocabulary)
-        if tokens and not self.written and self.special == vocabulary.output_end:
-            tokens.add(vocabulary.python_start)     # instead of quoting, the model may look up something else
-        self.allowed = None
-        if tokens:
-            allowed = np.zeros(vocabulary.size, dtype=bool)  # torch takes 25 µs, numpy 6
-            allowed[list(tokens)] = True
-            self.allowed = torch.from_numpy(allowed)
+
+    @property
+    def allowed(self) -> list[int] | None:
+        """The tokens that may come next; None: all."""
+        if self.copy is None:
+            return None
+        tokens = self.copy.next_tokens(self.written, self.vocabulary)
+        if tokens and not self.written and self.special == self.vocabulary.output_end:
+            tokens.add(self.vocabulary.python_start)    # instead of quoting, the model may look up something else
+        return list(tokens) or None
+
+    def allows(self, token: int) -> bool:
+        """Whether this token may come next. Quick for one that goes on with the copied text, as most do."""
+        more = self.vocabulary.text([token])
+        if self.copy and 0 < len(more) <= MOST_BYTES and self.copy.goes_on(self.written + more):
+            return True
+        allowed = self.allowed
+        return allowed is None or token in allowed
 
     def _after_special(self, token: int) -> None:
         """A call, its result or the answer begins or ends."""
