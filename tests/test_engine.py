@@ -381,7 +381,7 @@ def test_a_long_prompt_is_read_although_shorter_ones_keep_coming(monkeypatch):
 
 
 WRITTEN = [23, 28, 28, 28, 51]     # probable ones, by answers whose logits are adjusted
-ALLOWED = np.arange(60) % 4 != 1        # by the grammar of the last kind
+ALLOWED = np.arange(60) % 4 != 1        # by a grammar
 
 
 def probabilities(logits: torch.Tensor, sampling: SamplingParams, adjusts: bool, mask: bool) -> dict[int, float]:
@@ -416,22 +416,38 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
     mixed = SamplingParams(1, 1.6, 30, 0.95, None, None, False, 0.3, 0.5, ((28, -2.0),))
     kinds += [SamplingParams(presence_penalty=-1.5), SamplingParams(logit_bias=((3, 8.0), (59, -100.0))), mixed,
               dataclasses.replace(mixed, temperature=0), dataclasses.replace(mixed, frequency_penalty=-2.0)]
-    adjustments = [Adjustment(sampling) if sampling.adjusts else None for sampling in kinds]
+    masked = [kinds[-1], *(dataclasses.replace(one, tools=False) for one in kinds[:9])]    # these have a grammar
+    kinds += masked[1:]
+    adjustments = [Adjustment(one) if one.adds or one in masked else None for one in kinds]
     for adjustment in filter(None, adjustments):
         for token in WRITTEN:
             adjustment.add(token)
-    adjustments[-1].grammar = SimpleNamespace(allowed=ALLOWED)
+        if adjustment.sampling in masked:
+            adjustment.grammar = SimpleNamespace(allowed=ALLOWED)
     N, counts = 1000, [Counter() for _ in kinds]
     for i in range(N):
         drawn = draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds), softcap, adjustments)
         for count, token in zip(counts, drawn):
             count[token] += 1
     capped = softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()
-    for sampling, adjustment, count in zip(kinds, adjustments, counts):
-        expected = probabilities(capped, sampling, adjustment is not None, adjustment is adjustments[-1])
+    for sampling, count in zip(kinds, counts):
+        expected = probabilities(capped, sampling, sampling.adds, sampling in masked)
         assert set(count) <= set(expected), sampling
         for token, probability in expected.items():
             assert abs(count[token] - N * probability) <= 1.01, (sampling, token)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}])
+def test_no_cap_makes_a_forbidden_token_possible(settings):
+    """Where every allowed logit is so low that the cap makes it the lowest value there is."""
+    allowed = [7, 8, 50]
+    logits = torch.full((1, 60), 1e4)
+    logits[0, allowed] = -1e4
+    sampling = SamplingParams(tools=False, **settings)
+    adjustment = Adjustment(sampling)
+    adjustment.grammar = SimpleNamespace(allowed=allowed)
+    drawn = {draw(logits, [sampling], [u], 15.0, [adjustment])[0] for u in (0.0, 0.3, 0.6, 1 - 2**-24)}
+    assert drawn <= set(allowed) and (len(drawn) > 1) == bool(sampling.temperature)
 
 
 def test_top_p_alone_draws_what_sorting_everything_draws(monkeypatch):

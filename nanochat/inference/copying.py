@@ -15,6 +15,7 @@ import unicodedata
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
@@ -130,11 +131,13 @@ def word_edges(text: str) -> tuple[list[int], list[int]]:
     return starts, ends
 
 
+@lru_cache(1000)
 def is_mark(character: str) -> bool:
     """Whether this character belongs to the one before it, like an accent or a vowel sign."""
     return bool(character) and unicodedata.category(character).startswith("M")
 
 
+@lru_cache(1000)
 def in_word(character: str) -> bool:
     return (character.isalnum() or character == "_" or is_mark(character)) and not UNSPACED_CHARACTER.match(character)
 
@@ -165,7 +168,7 @@ class Copying:
             self._after_special(token)
         if self.copy is None and self.special == vocabulary.python_start:
             self.copy = self._copy_of_question()
-        if self.copy is None and len(self.written) >= self.held_from:
+        if self.held and self.copy is None and len(self.written) >= self.held_from:
             self.copy = next((copy for copy in self.held if copy.source.startswith(self.written)), None)
 
     @property

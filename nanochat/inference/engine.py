@@ -142,7 +142,7 @@ class Engine:
             copying = None
             if self.vocabulary and sampling.tools:
                 copying = Copying(self.vocabulary, prompt, self.stop_tokens(sampling))
-            adjustment = Adjustment(sampling, copying) if copying or sampling.adjusts else None
+            adjustment = Adjustment(sampling, copying) if copying or sampling.adds or sampling.grammar else None
             answers.append(Answer(prompt, sampling, owner, limit, rng, adjustment, reading))
         self.waiting.setdefault(owner, deque()).extend(answers)
         return answers

@@ -63,7 +63,7 @@ class SamplingParams:
     seed: int | None = None             # None: another seed every time
     stop: tuple[int, ...] | None = None  # tokens that end an answer; None: <|assistant_end|> and <|bos|>
     tools: bool = True                  # compute the expressions between <|python_start|> and <|python_end|>
-    presence_penalty: float = 0.0       # these three: see `adjust`
+    presence_penalty: float = 0.0       # these three: see `add`
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit), each token once
     logprobs: int | None = None         # log-probabilities of an answer's tokens, and of this many most probable ones
@@ -74,9 +74,9 @@ class SamplingParams:
         assert not (self.grammar and self.tools), "no grammar knows what the tool writes"
 
     @property
-    def adjusts(self) -> bool:
-        """Whether logits are changed before a token is chosen."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias or self.grammar)
+    def adds(self) -> bool:
+        """Whether something is added to logits before a token is chosen."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     def candidates(self, vocab_size: int) -> str:
         """Which tokens must be compared, from the cheapest way to the most expensive."""
@@ -89,8 +89,8 @@ class SamplingParams:
 
 class Adjustment:
     """
-    Changes to one answer's logits, see `adjust`: its grammar, what it copies, and what is added to some tokens' logits.
-    The added values are updated token by token, so a step need not recount the tokens.
+    Changes to one answer's logits: its grammar or what it copies, see `forbid`, and what is added to some of them, see
+    `add`. The added values are updated token by token, so a step need not recount the tokens.
     """
 
     def __init__(self, sampling: SamplingParams, copying: "Copying | None" = None):
@@ -107,14 +107,16 @@ class Adjustment:
         return limiting.allowed if limiting else None
 
     @property
-    def is_copying(self) -> bool:
-        """Whether the next token may be limited by what is copied."""
-        return self.copying is not None and self.copying.copy is not None
+    def is_limited(self) -> bool:
+        """Whether some tokens may not come next."""
+        return self.grammar is not None or self.copying is not None and self.copying.copy is not None
 
     def add(self, token: int) -> None:
         """Add the answer's next token."""
         if self.copying:
             self.copying.add(token)
+        if not self.sampling.adds:
+            return
         penalty = self.sampling.frequency_penalty
         if token not in self.written:
             penalty += self.sampling.presence_penalty
@@ -138,21 +140,24 @@ def draw(
     unsure: list[int] = []
     for row, sampling in enumerate(samplings):
         kind = sampling.candidates(logits.size(1))
-        copies = bool(adjustments) and adjustments[row] is not None and adjustments[row].is_copying
-        if copies and kind == "best" and not sampling.adjusts:
+        adjustment = adjustments[row] if adjustments else None
+        limited = adjustment is not None and adjustment.is_limited
+        if limited and kind == "best" and adjustment.copying and not sampling.adds:
             # Such a row mostly copies rightly, so checking its token is quicker than ruling out all others.
             unsure.append(row)
-            copies = False
-        groups[kind, sampling.adjusts or copies].append(row)
+            limited = False
+        groups[kind, sampling.adds, limited].append(row)
     tokens = torch.empty(len(samplings), dtype=torch.long, device=logits.device)
-    for (kind, adjusts), rows in groups.items():
+    for (kind, adds, limited), rows in groups.items():
         part = logits[rows]     # a copy
         still_to_cap = softcap
-        if adjusts:
+        if adds:
             # Penalties are defined on capped logits.
             part = cap(part, softcap)
             still_to_cap = None
-            adjust(part, [adjustments[row] for row in rows])
+            add(part, [adjustments[row] for row in rows])
+        if limited:
+            forbid(part, [adjustments[row] for row in rows])
         if kind == "best":
             tokens[rows] = most_probable(part, still_to_cap)
         else:
@@ -162,21 +167,20 @@ def draw(
     drawn = tokens.tolist()
     wrong = [row for row in unsure if not adjustments[row].copying.allows(drawn[row])]
     if wrong:
-        part = cap(logits[wrong], softcap)
-        adjust(part, [adjustments[row] for row in wrong])
-        for row, token in zip(wrong, part.argmax(-1).tolist()):
+        part = logits[wrong]
+        forbid(part, [adjustments[row] for row in wrong])
+        for row, token in zip(wrong, most_probable(part, softcap).tolist()):
             drawn[row] = token
     return drawn
 
 
-def adjust(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
+def add(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
     """
-    Change capped logits, (B, V), as requests ask, before temperature, top-k and top-p; all rows at once:
+    Add to capped logits, (B, V), what requests ask for, before temperature, top-k and top-p; all rows at once:
 
         frequency_penalty    subtracted once for each time that the answer has the token
         presence_penalty     subtracted once if the answer has the token
         logit_bias           added
-        grammar, copying     tokens that are not allowed become −inf
     """
     places, values = [], []
     for row, one in enumerate(adjustments):
@@ -186,14 +190,17 @@ def adjust(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
     # so the sum does not depend on the order.
     index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
     logits.view(-1).index_add_(0, index, added)
+
+
+def forbid(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
+    """Logits, (B, V), become −inf where a row's grammar, or what it copies, does not allow the token."""
     forbidden = np.zeros(tuple(logits.shape), dtype=bool)   # torch takes four times as long
     for row, one in enumerate(adjustments):
         allowed = one.allowed
         if allowed is not None:
             forbidden[row] = True
             forbidden[row, allowed] = False
-    if forbidden.any():
-        logits.masked_fill_(torch.from_numpy(forbidden).to(logits.device), -math.inf)
+    logits.masked_fill_(torch.from_numpy(forbidden).to(logits.device), -math.inf)
 
 
 def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
@@ -202,7 +209,7 @@ def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
     as a block of the model. So a CPU applies it only if logits are so large that the cap makes different ones equal.
     """
     if softcap and (logits.device.type != "cpu" or logits.amax() > 2 * softcap):
-        logits = cap(logits, softcap)
+        logits = cap(logits, softcap).masked_fill(logits == -math.inf, -math.inf)
     return logits.argmax(-1)
 
 
@@ -221,7 +228,8 @@ def draw_candidates(
     coldness = column([1 / sampling.temperature for sampling in samplings])
     if softcap:
         # c · tanh(x / c) = 2c · σ(2x / c) − c: on a CPU a sigmoid takes a tenth of tanh's time; softmax ignores the −c.
-        logits = (logits * (2 / softcap)).sigmoid_()
+        forbidden = logits == -math.inf
+        logits = (logits * (2 / softcap)).sigmoid_().masked_fill_(forbidden, -math.inf)
         coldness *= 2 * softcap
     else:
         logits = logits - logits.amax(-1, keepdim=True)
