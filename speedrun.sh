@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From an empty machine to a model you can talk to, evaluated at every stage, and its report: the commands for eight
-# H100s, four hours. Other GPUs change eight variables; without a GPU runs/cpu.sh runs, 12 minutes on two slow cores.
+# H100s (2 to 4 hours, estimated; never run on eight). Other GPUs change eight variables; without a GPU runs/cpu.sh
+# runs, 12 minutes on two slow cores.
 #
 #     bash speedrun.sh                # stopped or failed? Run it again: finished steps stay, training goes on
 #     bash speedrun.sh --chat --folder=~/notes    # a page shows the run, then chats, and looks things up in your files
@@ -14,7 +15,8 @@ for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;; --full) depth=4 ;; --rehearse) rehearsal=rehearsal ;;
         -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
-        --folder=?*) folder=${argument#*=} folder=${folder/#\~/$HOME}; [[ $folder == /* ]] || folder=$PWD/$folder
+        --folder=?*) folder=${argument#*=} folder=${folder/#\~/$HOME}
+            [[ $folder == /* ]] || folder=$PWD/$folder  # a relative path begins where you are
             [ -e "$folder" ] || { echo "error: no folder $folder: expected .txt, .md, … files" >&2; exit 2; } ;;
         --plan | --plan= | --plan=[!1-9]* | --plan=*[,x][Aa]100)  # A100s have 40 or 80 GB
             echo "error: $argument: expected --plan=8,H100,80: how many GPUs, which, and of how many GB" >&2; exit 2 ;;

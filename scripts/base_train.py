@@ -265,7 +265,6 @@ while True:
 # ---- End
 train_loader.close()
 session.end()  # a run that was stopped exits here
-if rank == 0:
-    results = {"parameters": f"{parameters:,}", "tokens trained on": f"{total_tokens:,}"}
-    session.report("Base model: pretraining", results | metrics.results(), floor=floor)
+results = {"parameters": f"{parameters:,}", "tokens trained on": f"{total_tokens:,}"} | metrics.results()
+session.report("Base model: pretraining", results, floor=floor)
 compute_cleanup(session.stop)

@@ -49,11 +49,12 @@ for task in measured:
     judged = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, copying=copying)
     correct, right = judged.correct, accuracy(judged.correct)
     misquotes += judged.misquoted
-    # With copying only an answer after "nothing" can count: one that does not begin like a refusal is free.
+    # With copying, quotations are exact. Only an answer to "nothing" that does not begin like a refusal can be wrong.
     misquoted = f"{sum(judged.misquoted):,} of {len(judged.misquoted):,}" if judged.misquoted else ""
     results[task.name] = f"{right:.1%}"
     scores.append((right - task.baseline) / (1 - task.baseline))  # centred: 0 for guessing, 1 for perfect
-    print0(f"{task.name:42} {right:6.1%} of {len(correct):,} problems" + f", misquotes {misquoted}" * bool(misquoted))
+    line = f"{task.name:42} {right:6.1%} of {len(correct):,} problems"
+    print0(line + f", misquotes {misquoted}" if misquoted else line)
     rows.append([task.name, f"{len(correct):,}", f"{right:.1%}", f"{task.baseline:.1%}", misquoted])
 
 mean = f"mean centred accuracy over {len(measured)} tasks"

@@ -85,15 +85,15 @@ from nanochat.training.session import Session
 # ---- Setup
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-train_tasks = make_mixture(tasks, "train", seed)
-val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
+train_mixture = make_mixture(tasks, "train", seed)
+val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 measured = without_parts(tasks)
 
 # ---- The model of the previous stage, or an interrupted run of this script
 start = find_start("sft", source, config)
 tokenizer = Tokenizer.load(start.begin)
 max_seq_len = row_length(max_seq_len, start.meta)
-conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
+conversations = RenderedConversations(train_mixture, tokenizer, max_seq_len + 1)
 num_epochs, init_lr_frac = choose_epochs_and_rate(len(conversations), num_epochs, init_lr_frac)
 config |= {"num_epochs": num_epochs, "init_lr_frac": init_lr_frac}
 print0(f"each {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates "
@@ -106,11 +106,11 @@ if keep:
     if not earlier:
         raise UserError(f"keep={keep}: the tasks that {start.origin} was trained on are not known; "
                         "name them in --tasks")
-    kept = make_mixture(earlier, "train", seed)[: round(keep * num_epochs * len(train_tasks))]
+    kept = make_mixture(earlier, "train", seed)[: round(keep * num_epochs * len(train_mixture))]
     print0(f"with {len(kept):,} conversations of {earlier}")
-    train_tasks = Mixture([train_tasks] * num_epochs + [kept], seed)
+    train_mixture = Mixture([train_mixture] * num_epochs + [kept], seed)
     num_epochs = 1  # the mixture repeats each conversation already
-    conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1, "training on both")
+    conversations = RenderedConversations(train_mixture, tokenizer, max_seq_len + 1, "training on both")
     measured = without_parts(f"{tasks}, {earlier}")
 elif earlier and not task_names(earlier) & task_names(tasks):
     print0(f"none of the model's earlier tasks ({earlier}) is repeated, so it will forget much of them; --keep=1 mixes "
@@ -128,7 +128,7 @@ for examples in chunks(numbers, target_examples_per_step):
         steps.append([[number] for number in examples])
 num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, shape,
                                         "conversations")
-held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
+held_out = RenderedConversations(val_mixture, tokenizer, max_seq_len + 1, describe_validation(val_mixture))
 held_out_numbers = shuffled(len(held_out), seed=0, epoch=0)[: eval_steps * target_examples_per_step]
 held_out_steps = shape.micro_steps([[number] for number in held_out_numbers])
 
@@ -157,7 +157,7 @@ while True:
                     bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
                 metrics.log_validation(step, bpb)
                 if zero_stage < 3:  # stage 3 would need the memory of a whole model
-                    metrics.log(step, {"sample": sample_answers(val_tasks, sharding.gather_model(), tokenizer)})
+                    metrics.log(step, {"sample": sample_answers(val_mixture, sharding.gather_model(), tokenizer)})
             if measure_tasks:
                 whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
                 scores = {}

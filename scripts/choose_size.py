@@ -40,6 +40,7 @@ dtype = torch.bfloat16 if plan else compute_dtype("auto", device)
 
 # ---- A CPU: nothing is chosen; timed steps give the time
 if not gpus:
+    # What runs/cpu.sh trains: its vocabulary, length of rows, architecture and rows of a step.
     config = config_from_depth(depth, 4096, 512, arch="modern,head_dim=64")
     trial = config, 8, dtype, device.type, has_compiler(device.type)
     alone_ms, busy_ms = try_steps(*trial)
@@ -50,7 +51,7 @@ if not gpus:
     alone, busy = (sum(cpu_seconds(depth, ms).values()) / 60 for ms in (alone_ms, busy_ms))
     if file:
         write_text(Path(file), json.dumps(cpu_seconds(depth, busy_ms)))
-    beside = f" once other processes have ended (beside them, as now, {busy:.0f})" if busy >= alone * 1.25 else ""
+    beside = f", {busy:.0f} while other processes run as they do now" if busy >= alone * 1.25 else ""
     print(f"on this machine this will take about {alone:.0f} minutes{beside}")
     raise SystemExit(0)
 

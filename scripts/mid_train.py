@@ -71,8 +71,8 @@ from nanochat.training.session import Session
 # ---- Setup
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-train_tasks = make_mixture(tasks, "train", seed)
-val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
+train_mixture = make_mixture(tasks, "train", seed)
+val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 
 # ---- The base model, or an interrupted run of this script
 start = find_start("mid", "base", config)
@@ -89,14 +89,14 @@ if rest or not rows_per_step:
     raise UserError(f"total_batch_size={total_batch_size} must be a multiple of max_seq_len={max_seq_len}: "
                     "a step takes whole rows")
 shape = batch_shape(rows_per_step, device_batch_size, max_seq_len, device)
-conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
+conversations = RenderedConversations(train_mixture, tokenizer, max_seq_len + 1)
 rows = pack(conversations.lengths.tolist(), shuffled(len(conversations), seed, epoch=0), max_seq_len + 1)
 print0(f"{len(rows):,} rows, {len(conversations.ids) / (len(rows) * (max_seq_len + 1)):.1%} filled")
 steps = chunks(rows, rows_per_step)
 num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, shape)
-# A conversation has more than seven tokens, so these are enough.
-some_tasks = val_tasks[: max(eval_tokens // 7, 1)]
-held_out = RenderedConversations(some_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
+# A conversation has more than seven tokens, so these hold eval_tokens; the rest need not be rendered.
+val_conversations = val_mixture[: max(eval_tokens // 7, 1)]
+held_out = RenderedConversations(val_conversations, tokenizer, max_seq_len + 1, describe_validation(val_mixture))
 held_out_rows = pack(held_out.lengths.tolist(), shuffled(len(held_out), seed=0, epoch=0), max_seq_len + 1)
 held_out_steps = shape.micro_steps(held_out_rows[: max(eval_tokens // max_seq_len, 1)])
 
@@ -121,7 +121,7 @@ while True:
             bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
             metrics.log_validation(step, bpb)
             if zero_stage < 3:  # stage 3 would need the memory of a whole model
-                metrics.log(step, {"sample": sample_answers(val_tasks, sharding.gather_model(), tokenizer)})
+                metrics.log(step, {"sample": sample_answers(val_mixture, sharding.gather_model(), tokenizer)})
     if metrics.stop_requested:  # during the evaluation; all ranks have left it
         continue
     if step >= num_iterations:

@@ -346,7 +346,7 @@ def test_how_long_a_cpu_takes(choose, tmp_path):
     assert choose(ms=100, busy=1.2)[1] == f"{first}\n"
     assert json.loads((tmp_path / "gpus").read_text()) == cpu_seconds(2, 240)
     assert choose("--depth=4", ms=50, busy=9)[1] == (
-        f"{first} once other processes have ended (beside them, as now, {as_now:.0f})\n")
+        f"{first}, {as_now:.0f} while other processes run as they do now\n")
 
 
 # ---- A real run

@@ -24,20 +24,20 @@ class Session:
     The life of a run in this process. Made last, after all settings are checked: it compiles, claims the folder of the
     checkpoints, begins the log and catches signals. COLLECTIVE, as are its methods except `requests`.
 
-    before: meta of the checkpoint to resume from; None: a new run. settings: of the script.
+    resumed: meta of the checkpoint to resume from; None: a new run. settings: of the script.
     tokens_per_step: over all ranks; 0 if steps differ. meta: further JSON values for its checkpoints, such as `data`,
     the data set that the base model was trained on. step: the number of the next optimizer step.
     """
 
-    def __init__(self, checkpoints: Path, before: dict | None, settings: dict, sharding: Sharding, optimizers: tuple,
+    def __init__(self, checkpoints: Path, resumed: dict | None, settings: dict, sharding: Sharding, optimizers: tuple,
                  tokenizer: Tokenizer, num_iterations: int, tokens_per_step: int = 0, **meta):
         self.settings, self.sharding, self.num_iterations = settings, sharding, num_iterations
         self.meta = dict(meta, config=settings, num_iterations=num_iterations, total_batch_size=tokens_per_step)
         self.stage = checkpoints.parent.name.removesuffix("_checkpoints")
         self.section = SCRIPTS[self.stage].removeprefix("scripts.")  # of the report
         self.step, metrics_state = 0, None
-        if before:
-            self.step, metrics_state = before["step"], before["metrics_state"]
+        if resumed:
+            self.step, metrics_state = resumed["step"], resumed["metrics_state"]
         model = sharding.model
         if set_compile(settings["compile"], sharding.device.type):
             compile_model(model)
@@ -49,7 +49,7 @@ class Session:
         self.stopped = False         # before this step, by a signal to some rank
         self.first_step = self.step  # it compiles
         # The report's sections about the model that this run replaces.
-        if not before:
+        if not resumed:
             remove_sections(self.section, meta["data"], checkpoints.name)
 
     def save_if_due(self, **meta) -> None:
