@@ -34,6 +34,7 @@ from nanochat.corpus.passages import open_library
 from nanochat.data.conversation import recent, render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
+from nanochat.inference.prompt_cache import PROMPT_CACHE_BYTES
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
@@ -42,8 +43,6 @@ from nanochat.runtime.errors import UserError
 from nanochat.tasks import never_looks_up
 from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
 
-# For the earlier turns of the conversation: they are read only once.
-PROMPT_CACHE_BYTES = 2**29
 HELP = """\
 /clear    begin a new conversation
 /quit     end (or Ctrl-D)

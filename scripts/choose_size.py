@@ -19,6 +19,7 @@ configure(globals())
 import importlib.util
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -60,7 +61,9 @@ if not plan and importlib.util.find_spec("datasets") is None:
     raise UserError("the tasks need the datasets package: . ./setup.sh hub")
 kept: dict[str, str] = {}
 if Path(file).is_file():
-    kept = dict(word.split("=") for word in Path(file).read_text().split())
+    kept = dict(re.findall(r"(\w+)=(\w+)", Path(file).read_text()))
+    if missing := {"DEPTH", "ROWS", "RECOMPUTE"} - set(kept):
+        raise UserError(f"{file} has no {', '.join(sorted(missing))}: delete it to choose again")
 gpu = datasheet_gpu(name) if plan else gpu_here(device)
 ranks = 2 ** (gpus.bit_length() - 1)  # a power of two, which divides every batch
 

@@ -16,7 +16,6 @@ from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
 
 from nanochat.data.conversation_loader import shuffled
-from nanochat.data.task import Task
 from nanochat.eval import loss_eval
 from nanochat.eval.task_eval import seed_with
 from nanochat.inference import engine
@@ -26,6 +25,7 @@ from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.runtime import compiling
 from nanochat.tasks import make_task
+from nanochat.tasks.arithmetic import Arithmetic
 from nanochat.training import session
 from nanochat.training.checkpoint import find_model, load_checkpoint
 from nanochat.training.records import read_metrics
@@ -53,10 +53,10 @@ def run_script(rank: int, world_size: int, module: str, args: list[str]) -> str:
 
 def reward_lengths() -> None:
     """Rewards that a model which can do nothing gets, too: for about half of its answers."""
-    def reward(self, conversation: dict, answer: str) -> float:
-        return len(answer) % 2
+    def evaluate(self, conversation: dict, answer: str) -> bool:
+        return bool(len(answer) % 2)
 
-    Task.reward = reward
+    Arithmetic.evaluate = evaluate
 
 
 def as_if_compiled() -> None:
@@ -297,7 +297,7 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
     Loss and gradient are those of -sum of (reward - mean reward of the problem) * log p / sampled tokens, written here
     in float64 over every sample; the model itself only sees those that are not rewarded as their problem's mean.
     """
-    monkeypatch.setattr(Task, "reward", Task.reward)  # is put back after this test
+    monkeypatch.setattr(Arithmetic, "evaluate", Arithmetic.evaluate)  # is put back after this test
     settings = {"source": "base", "num_iterations": 1, "examples_per_step": problems, "eval_every": -1,
                 "device_batch_size": device_batch_size, "zero_stage": stage, "task": "arithmetic:easy[:40]"}
     if problems == 1:

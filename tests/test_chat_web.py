@@ -342,6 +342,8 @@ def test_the_usage_says_what_was_read_before(server):
 @pytest.mark.parametrize("words, settings", [
     ("max_tokens: .*integer", {"max_tokens": "3"}),
     ("logit_bias: .*at most 1024", {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}),
+    ("needs logprobs=true", {"top_logprobs": 5}),
+    ("with 21 log-probabilities .* at most 23 answers", {"n": 24, "logprobs": 20, "prompt": "x"}),
     ("stop: .*at most 32", {"stop": ["x"] * 33}), ("logit_bias", {"logit_bias": {"268": 1}}),
     *((f"{next(iter(asked))} is not supported", {"extra_body": asked}) for asked in (
         {"best_of": 2}, {"modalities": ["text", "audio"]}, {"suffix": "x", "prompt": "x"},

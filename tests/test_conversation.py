@@ -2,12 +2,21 @@
 import os
 import random
 import re
+import time
 from collections import Counter
 
 import pytest
 
 from nanochat.data.batch_shape import BatchShape, chunks
-from nanochat.data.conversation import check_conversation, recent, render, render_parts, render_prompt
+from nanochat.data.conversation import (
+    check_conversation,
+    recent,
+    render,
+    render_parts,
+    render_prompt,
+    text_of,
+    turns_of,
+)
 from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, pack, shuffled
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
@@ -34,6 +43,15 @@ TOOL = {"messages": [
                        {"type": "python_output", "text": "36"}, {"type": "text", "text": "36"}]),
     said("user", "<|assistant_end|> Thanks"), said("assistant", "Bye"),
 ]}
+
+
+def test_thousands_of_messages_become_one_turn_in_time():
+    """Of a request with 30,000 messages: growing copies of the turn took twenty seconds."""
+    begun = time.process_time()
+    content = [{"type": "text", "text": "x"}]
+    [turn] = turns_of([said("assistant", content)] * 30_000)
+    assert text_of(turn["content"]) == "\n\n".join("x" * 30_000) and content == [{"type": "text", "text": "x"}]
+    assert time.process_time() - begun < 3
 
 
 def test_only_what_the_assistant_writes_is_trained():

@@ -407,7 +407,7 @@ def probabilities(logits: torch.Tensor, sampling: SamplingParams, adjusts: bool,
 def test_draws_have_the_probabilities_of_the_definition(softcap):
     """
     Evenly spaced uniforms hit every token as often as its probability says, to one in a thousand draws. All kinds of
-    rows in one batch: plain, with penalties and biases, and with a grammar.
+    rows in one batch: plain, with penalties and biases, with a grammar, and with a copied text.
     """
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(0)) * 4
     kinds = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p) for temperature, top_k, top_p in (
@@ -417,13 +417,17 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
     kinds += [SamplingParams(presence_penalty=-1.5), SamplingParams(logit_bias=((3, 8.0), (59, -100.0))), mixed,
               dataclasses.replace(mixed, temperature=0), dataclasses.replace(mixed, frequency_penalty=-2.0)]
     masked = [kinds[-1], *(dataclasses.replace(one, tools=False) for one in kinds[:9])]    # these have a grammar
-    kinds += masked[1:]
-    adjustments = [Adjustment(one) if one.adds or one in masked else None for one in kinds]
+    best = int(np.where(ALLOWED, logits[0], -math.inf).argmax())
+    copying = [SamplingParams(temperature=0, seed=1), SamplingParams(temperature=0, logit_bias=((best, -100.0),))]
+    kinds += masked[1:] + copying
+    adjustments = [Adjustment(one) if one.adds or one in masked + copying else None for one in kinds]
     for adjustment in filter(None, adjustments):
         for token in WRITTEN:
             adjustment.add(token)
         if adjustment.sampling in masked:
             adjustment.grammar = SimpleNamespace(allowed=ALLOWED)
+        if adjustment.sampling in copying:
+            adjustment.copying = SimpleNamespace(copy=True, allowed=ALLOWED, allows=ALLOWED.__getitem__)
     N, counts = 1000, [Counter() for _ in kinds]
     for i in range(N):
         drawn = draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds), softcap, adjustments)
@@ -431,7 +435,7 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
             count[token] += 1
     capped = softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()
     for sampling, count in zip(kinds, counts):
-        expected = probabilities(capped, sampling, sampling.adds, sampling in masked)
+        expected = probabilities(capped, sampling, sampling.adds, sampling in masked + copying)
         assert set(count) <= set(expected), sampling
         for token, probability in expected.items():
             assert abs(count[token] - N * probability) <= 1.01, (sampling, token)
@@ -439,15 +443,16 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}])
 def test_no_cap_makes_a_forbidden_token_possible(settings):
-    """Where every allowed logit is so low that the cap makes it the lowest value there is."""
+    """Where every allowed logit is so low that the cap makes it the lowest value there is; also beside a high one."""
     allowed = [7, 8, 50]
-    logits = torch.full((1, 60), 1e4)
-    logits[0, allowed] = -1e4
+    logits = torch.full((2, 60), 1e4)
+    logits[0, allowed] = torch.tensor([-1e4, -9e3, -9e3])
     sampling = SamplingParams(tools=False, **settings)
     adjustment = Adjustment(sampling)
     adjustment.grammar = SimpleNamespace(allowed=allowed)
-    drawn = {draw(logits, [sampling], [u], 15.0, [adjustment])[0] for u in (0.0, 0.3, 0.6, 1 - 2**-24)}
-    assert drawn <= set(allowed) and (len(drawn) > 1) == bool(sampling.temperature)
+    drawn = {draw(logits[:rows], [sampling] * rows, [u] * rows, 15.0, [adjustment, None][:rows])[0]
+             for u in (0.0, 0.3, 0.6, 1 - 2**-24) for rows in (1, 2)}
+    assert drawn == {7} if sampling.temperature == 0 else drawn <= set(allowed) and len(drawn) > 1
 
 
 def test_top_p_alone_draws_what_sorting_everything_draws(monkeypatch):

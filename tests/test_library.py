@@ -28,6 +28,7 @@ from nanochat.inference import retrieval as reader
 from nanochat.inference.retrieval import Library, Passage, library_path
 from nanochat.inference.words import parts, stems
 from nanochat.runtime.errors import UserError
+from nanochat.tasks.lookup import passages_of
 
 WINE = """---
 tags: [drinks]
@@ -478,6 +479,7 @@ def test_a_query_is_bounded_in_time(folder, monkeypatch):
     library = made(folder)
     monkeypatch.setattr(reader, "TIME_LIMIT", 0.0)
     assert library.search("one two three four five") is None and library.lookup("nothing here") is None
+    assert len(passages_of("search", str(library.path), "train")) > 20_000, "training reads all, however long it takes"
     monkeypatch.setattr(reader, "TIME_LIMIT", 60.0)
     assert library.search("one two three four five")
 

@@ -12,6 +12,7 @@ from nanochat.data.conversation import Conversation, render
 from nanochat.data.task import reference
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.retrieval import Library
+from nanochat.inference.tools import open_tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_task, never_looks_up
 from nanochat.tasks.lookup import what_is_asked
@@ -191,6 +192,8 @@ def test_passages_of_a_library_are_asked_about(tmp_path: Path):
         assert not train & test and len(train) > 200 and len(test) > 10, "what is tested is never trained on"
     with pytest.raises(UserError, match="no library"):
         make_task("lookup:/nobody.sqlite", "test")
+    with pytest.raises(UserError, match="no library .*python.sqlite: make it"):
+        open_tools(make_task("lookup:true", "test").library)
     (folder / "cakes.md").write_text("# Long\n\n" + "word " * 58 + "\n")
     with pytest.raises(UserError, match="nothing to train on: of its 1 passages none in that split"):
         make_task(f"search:{make_library(str(folder))}", "train")

@@ -328,9 +328,13 @@ def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
     (tmp_path / "gpus").unlink()
     with pytest.raises(UserError, match=f"^depth 22 wants 240 GiB of disk, and 239.0 are free in {base_folder};"):
         choose(gpus=8, free_gib=239)
-    with pytest.raises(UserError, match="^depth 12 does not fit"):
+    with pytest.raises(UserError, match="^depth 12, the smallest, does not fit"):
         choose(gpus=8, rows=lambda *_: 0)
-    for plan in ("8,A100", "x", "8,H100,many"):
+    (tmp_path / "gpus").write_text('{"base": 70.5}')
+    with pytest.raises(UserError, match="gpus has no DEPTH, RECOMPUTE, ROWS: delete it to choose again"):
+        choose(gpus=8)
+    (tmp_path / "gpus").unlink()
+    for plan in ("8,A100", "x", "8,H100,many", "0,H100,80"):
         with pytest.raises(UserError, match="how many GPUs, which, and of how many GB"):
             choose(f"--plan={plan}")
     assert not (tmp_path / "gpus").exists()

@@ -668,7 +668,7 @@ def test_a_task_after_another_is_asked_and_judged_as_it_is_alone():
         assert conversation["messages"] == earlier["messages"] + own["messages"][has_system:]
         assert after.evaluate(conversation, reference(own)) and not after.evaluate(conversation, reference(earlier))
     assert systems > 5
-    with pytest.raises(UserError, match="task '' is not NAME"):
+    with pytest.raises(UserError, match="expected after:EARLIER"):
         make_task("after:lookup", "train")
 
 
@@ -693,6 +693,8 @@ def test_wrong_specs_are_said_to_be_wrong(spec: str, problem: str):
     with pytest.raises(UserError, match=problem) as caught:
         make_mixture(spec, "train", seed=0)
     assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"only a mixture can have \*3 passes"):
+        make_task("arithmetic*3", "train")
 
 
 def test_local_folders_without_the_right_files_say_what_is_missing(base_folder):

@@ -123,7 +123,7 @@ def test_a_reply_says_where_a_passage_comes_from():
         [Delta("text", "See: "), Delta("python", "lookup('str.part"), Delta("python", "ition')")],
         [Delta("python_output", PARTITION[:9])], [Delta("python_output", PARTITION[9:]), Delta("text", " Yes.")],
         [Delta("python", "lookup('?')"), Delta("python_output", "n")], [Delta("python_output", "othing")])
-    parts = sum((reply.add(chunk)["delta"]["parts"] for chunk in chunks), [])
+    parts = sum((reply.add(chunk)[1]["delta"]["parts"] for chunk in chunks), [])
     source = {"title": "str.partition", "place": "shelf.md:1"}
     assert [(part["index"], part.get("source")) for part in parts] == [
         (0, None), (1, None), (2, source), (2, None), (3, None), (4, None), (5, None), (5, None)]

@@ -164,8 +164,9 @@ def turns_of(messages: list[dict]) -> list[dict]:
         role = "assistant" if message["role"] == "assistant" else "user"
         content = message["content"]
         if turns and turns[-1]["role"] == role:
-            content = joined(turns.pop()["content"], content)
-        turns.append({"role": role, "content": content})
+            turns[-1]["content"] = joined(turns[-1]["content"], content)
+        else:
+            turns.append({"role": role, "content": content if isinstance(content, str) else [*content]})
     return turns
 
 
@@ -188,14 +189,17 @@ def recent(messages: list[dict], size: Callable[[list[dict]], int], limit: int) 
 
 
 def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict]:
-    """Two contents as one. Two texts become one text, which is tokenized as a whole."""
+    """
+    Two contents as one. Two texts become one text, which is tokenized as a whole. A list grows in place, since a
+    request may have 30,000 messages.
+    """
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    before = parts(first)
-    after = parts(second)
-    if before and after and before[-1]["type"] == after[0]["type"] == "text":
-        before = [*before, after[0] | {"text": "\n\n"}]
-    return before + after
+    together, after = parts(first), parts(second)
+    if together and after and together[-1]["type"] == after[0]["type"] == "text":
+        together.append(after[0] | {"text": "\n\n"})
+    together += after
+    return together
 
 
 def text_of(content: str | list[dict]) -> str:

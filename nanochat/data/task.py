@@ -37,10 +37,6 @@ class Task(Sequence):
         """The part of an answer that is compared with the reference."""
         return answer
 
-    def reward(self, conversation: Conversation, answer: str) -> float:
-        """The answer's reward in reinforcement learning."""
-        return float(self.evaluate(conversation, answer))
-
     @cached_property
     def baseline(self) -> float:
         """The accuracy of guessing: the mean of 1 / number of choices, 0 if there are no choices."""
@@ -62,8 +58,7 @@ class Slice(Task):
     def __init__(self, task: Task, indices: Sequence[int]) -> None:
         self.task, self.indices = task, indices
         self.name, self.eval_type, self.library, self.held_out = task.name, task.eval_type, task.library, task.held_out
-        # Instance attributes replace the class's methods: the task judges.
-        self.evaluate, self.reward = task.evaluate, task.reward
+        self.evaluate = task.evaluate   # an attribute replaces the class's method: the task judges
 
     def __len__(self) -> int:
         return len(self.indices)

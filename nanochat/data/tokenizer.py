@@ -26,7 +26,7 @@ SPECIAL_TOKENS = (
     "<|bos|>",              # every document begins with it
     "<|user_start|>", "<|user_end|>",
     "<|assistant_start|>", "<|assistant_end|>",
-    "<|python_start|>", "<|python_end|>",    # the assistant calls the Python tool
+    "<|python_start|>", "<|python_end|>",    # the assistant calls a tool
     "<|output_start|>", "<|output_end|>",    # the tool's answer
 )
 

@@ -15,7 +15,7 @@ from nanochat.eval.loss_eval import collate, group_by_length, target_row
 from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, REFUSALS, TOOL_CALL, Tools, open_tools
+from nanochat.inference.tools import NOTHING, QUERIES, REFUSALS, TOOL_CALL, Tools, open_tools, refusal
 from nanochat.model.gpt import GPT
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.compiling import eagerly
@@ -78,10 +78,9 @@ def misquotes(parts: Sequence[dict[str, str]]) -> list[bool]:
         call = TOOL_CALL.fullmatch(before["text"])
         if part["type"] == "python_output" and call and call[1] in QUERIES:
             said = text_of([after]).strip(" \n\ufffd")  # an answer may be cut off, even within a character
-            name = call[3].strip()
             right = [part["text"]]
             if part["text"] == NOTHING:
-                right = [*REFUSALS.values(), REFUSAL.format(f" {name}"), REFUSAL.format(f' "{name}"')]
+                right = [*REFUSALS.values(), refusal(call[3])]
             wrong.append(not any(text.startswith(said) for text in right))
     return wrong
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.tools import NOTHING, QUERIES, REFUSAL, REFUSALS, TOOL_CALL
+from nanochat.inference.tools import NOTHING, QUERIES, REFUSALS, TOOL_CALL, refusal
 from nanochat.inference.words import UNSPACED
 
 # Limits, because a call's first token compares every word of the question: 1.4 to 4 ms for the longest question of
@@ -74,8 +74,8 @@ class Copy:
     def goes_on(self, text: bytes) -> bool:
         """Whether `text` is the opening and a stretch that has not ended."""
         stretch = text[len(self.opening):]
-        starts = self.starts if stretch and text.startswith(self.opening) else ()
-        return any(self.source.startswith(stretch, start) for start in starts)
+        has_begun = stretch and text.startswith(self.opening)
+        return bool(has_begun) and any(self.source.startswith(stretch, start) for start in self.starts)
 
     def next_tokens(self, written: bytes, vocabulary: Vocabulary) -> set[int]:
         """The tokens that may follow `written`; none if no such text begins with it."""
@@ -173,7 +173,7 @@ class Copying:
 
     @property
     def allowed(self) -> list[int] | None:
-        """The tokens that may come next; None: all."""
+        """The tokens that may come next; None: all. Milliseconds at the beginning of a call with a long question."""
         if self.copy is None:
             return None
         tokens = self.copy.next_tokens(self.written, self.vocabulary)
@@ -199,8 +199,7 @@ class Copying:
         elif token == vocabulary.output_end and self.tool in COPYING_CALLS:
             tool, self.tool = self.tool, ""
             if written == NOTHING:
-                name = self.called if self.called.startswith(" ") else f' "{self.called}"'
-                refusals = [REFUSAL.format(name), *REFUSALS.values()]
+                refusals = [refusal(self.called), *REFUSALS.values()]
                 self.held = [copy_up_to(text, [len(text)], self.stop) for text in refusals]
                 self.held_from = REFUSAL_BEGINS
             elif tool == "spell":

@@ -15,6 +15,8 @@ from nanochat.inference.kv_cache import Prefix, begins_after
 # Prompt tokens that are read at once. Every prompt is cut at multiples of PIECE, so a piece kept from one prompt
 # equals, to the bit, the same piece read in another prompt.
 PIECE = 128
+# Of a chat or a server: the earlier turns of a conversation are read only once.
+PROMPT_CACHE_BYTES = 2**29
 
 
 class PromptCache:

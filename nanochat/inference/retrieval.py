@@ -36,7 +36,7 @@ ENOUGH = 0.5
 FORM = "3"
 # The lowest difflib ratio for the last part of a misspelled title.
 SIMILAR = 0.85
-# Seconds for a query. Queries take milliseconds, except on a slow disk.
+# Seconds for a query of `lookup` and `search`. They take milliseconds, except on a slow disk.
 TIME_LIMIT = 0.25
 # Characters of a question that are read.
 LONGEST = 256
@@ -169,10 +169,10 @@ class Library:
         """How often the library has a word."""
         return sum(count for count, in self.query("SELECT count FROM known WHERE word = ?", word))
 
-    def query(self, statement: str, *values: Any) -> list[tuple]:
-        """All rows; none if the file cannot be read or time is up."""
+    def query(self, statement: str, *values: Any, seconds: float | None = None) -> list[tuple]:
+        """All rows; none if the file cannot be read or time is up: `seconds`, or TIME_LIMIT."""
         with self.lock:
-            self.deadline = time.monotonic() + TIME_LIMIT
+            self.deadline = time.monotonic() + (TIME_LIMIT if seconds is None else seconds)
             try:
                 return self.connection.execute(statement, values).fetchall()
             except (sqlite3.Error, UnicodeError):

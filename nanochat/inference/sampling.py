@@ -62,8 +62,8 @@ class SamplingParams:
     top_p: float = 1.0                  # then only the most probable tokens that together reach this probability
     seed: int | None = None             # None: another seed every time
     stop: tuple[int, ...] | None = None  # tokens that end an answer; None: <|assistant_end|> and <|bos|>
-    tools: bool = True                  # compute the expressions between <|python_start|> and <|python_end|>
-    presence_penalty: float = 0.0       # these three: see `add`
+    tools: bool = True                  # answer calls: <|python_start|>…<|python_end|>
+    presence_penalty: float = 0.0       # these three: see `add_to_logits`
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit), each token once
     logprobs: int | None = None         # log-probabilities of an answer's tokens, and of this many most probable ones
@@ -90,7 +90,7 @@ class SamplingParams:
 class Adjustment:
     """
     Changes to one answer's logits: its grammar or what it copies, see `forbid`, and what is added to some of them, see
-    `add`. The added values are updated token by token, so a step need not recount the tokens.
+    `add_to_logits`. These values are updated token by token, so a step need not recount the tokens.
     """
 
     def __init__(self, sampling: SamplingParams, copying: "Copying | None" = None):
@@ -137,14 +137,14 @@ def draw(
     candidates are drawn together.
     """
     groups = defaultdict(list)
-    unsure: list[int] = []
+    to_check: list[int] = []
     for row, sampling in enumerate(samplings):
         kind = sampling.candidates(logits.size(1))
         adjustment = adjustments[row] if adjustments else None
         limited = adjustment is not None and adjustment.is_limited
         if limited and kind == "best" and adjustment.copying and not sampling.adds:
             # Such a row mostly copies rightly, so checking its token is quicker than ruling out all others.
-            unsure.append(row)
+            to_check.append(row)
             limited = False
         groups[kind, sampling.adds, limited].append(row)
     tokens = torch.empty(len(samplings), dtype=torch.long, device=logits.device)
@@ -155,7 +155,7 @@ def draw(
             # Penalties are defined on capped logits.
             part = cap(part, softcap)
             still_to_cap = None
-            add(part, [adjustments[row] for row in rows])
+            add_to_logits(part, [adjustments[row] for row in rows])
         if limited:
             forbid(part, [adjustments[row] for row in rows])
         if kind == "best":
@@ -165,7 +165,7 @@ def draw(
             tokens[rows] = draw_candidates(part, kind, settings, numbers, still_to_cap)
     # The host waits for the device here, once per step, and once more if greedy rows copied wrongly.
     drawn = tokens.tolist()
-    wrong = [row for row in unsure if not adjustments[row].copying.allows(drawn[row])]
+    wrong = [row for row in to_check if not adjustments[row].copying.allows(drawn[row])]
     if wrong:
         part = logits[wrong]
         forbid(part, [adjustments[row] for row in wrong])
@@ -174,7 +174,7 @@ def draw(
     return drawn
 
 
-def add(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
+def add_to_logits(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
     """
     Add to capped logits, (B, V), what requests ask for, before temperature, top-k and top-p; all rows at once:
 
@@ -206,10 +206,14 @@ def forbid(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
 def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
     """
     (B, V) → (B,), the first of the largest capped logits. The cap keeps the order, and on a CPU its tanh takes as long
-    as a block of the model. So a CPU applies it only if logits are so large that the cap makes different ones equal.
+    as a block of the model. So it is applied only to rows whose largest logit is beyond twice the cap, positive or
+    negative: there the cap makes different logits equal. Elsewhere only last digits could become equal.
     """
-    if softcap and (logits.device.type != "cpu" or logits.amax() > 2 * softcap):
-        logits = cap(logits, softcap).masked_fill(logits == -math.inf, -math.inf)
+    if softcap:
+        large = logits.amax(-1, keepdim=True).abs() > 2 * softcap   # (B, 1)
+        if logits.device.type != "cpu" or large.any():
+            capped = cap(logits, softcap).masked_fill(logits == -math.inf, -math.inf)
+            logits = torch.where(large, capped, logits)
     return logits.argmax(-1)
 
 

@@ -45,7 +45,8 @@ TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
 class Tools:
     """
     What an engine can call. library: where passages are looked up; None: nothing is found. copying: whether the model
-    must look up the user's words and quote the passage's (nanochat/inference/copying.py); only with a library.
+    must look up the user's words and quote the passage's (nanochat/inference/copying.py), and whether `wider` is used;
+    only with a library.
     """
 
     def __init__(self, library: Library | None = None, copying: bool = True) -> None:
@@ -115,6 +116,11 @@ def shares_word(passage: Passage, question: str) -> bool:
     """Whether a passage has one of the words that say what a question is about, in any form."""
     asked = set(stems(" ".join(telling_words(question)))) - common_stems(question)
     return not asked.isdisjoint(stems(f"{passage.title} {passage.text}"))
+
+
+def refusal(asked: str) -> str:
+    """The English answer to a call with this text that found nothing. A blank before the text belongs to its token."""
+    return REFUSAL.format(asked if asked.startswith(" ") else f' "{asked}"')
 
 
 def is_call(expression: str) -> bool:

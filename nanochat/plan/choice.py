@@ -1,6 +1,6 @@
 """What speedrun.sh trains on a machine: depth and rows at a time, and their cost in hours and disk."""
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -100,16 +100,14 @@ def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     return Cost(run, step, hours, hours + 8 / ranks, 1.2 * hours + 16 / ranks, rate, mfu)
 
 
-def choose_size(
-    ranks: int, gpu: Gpu, rows_that_fit: Callable[[int, int, bool], int], depths: Iterable[int] = SIZES
-) -> Choice:
+def choose_size(ranks: int, gpu: Gpu, rows_that_fit: Callable[[int, int, bool], int]) -> Choice:
     """
     The largest depth that fits and is pretrained within half a day, or the smallest however long it takes.
     rows_that_fit takes the most to try, a depth, and whether activations are computed twice. UserError if none fits.
     """
     # A step of mid-training has 256 rows over all ranks.
     most = max(min(MAX_ROWS, 256 // ranks), 1)
-    for depth in depths:
+    for depth in SIZES:
         if depth != min(SIZES) and cost(Choice(depth, most, False), ranks, gpu).hours > MAX_HOURS:
             continue
         rows = rows_that_fit(most, depth, False)
@@ -118,7 +116,7 @@ def choose_size(
             rows = rows_that_fit(most, depth, True)
         if rows:
             return Choice(depth, rows, recompute)
-    raise UserError(f"depth {depth} does not fit into this GPU's memory")
+    raise UserError(f"depth {depth}, the smallest, does not fit into this GPU's memory: use more or larger GPUs")
 
 
 def disk_bytes(depth: int) -> dict[str, float]:
@@ -146,7 +144,7 @@ def cpu_seconds(depth: int, step_ms: float) -> dict[str, float]:
 
 def parse_gpus(plan: str) -> tuple[int, str, float]:
     """(how many GPUs, which, GB of each) of "8,H100,80", or "8xH100" if it has one size only. Otherwise UserError."""
-    parts = re.fullmatch(r"(\d+)[,x]([^,]+)(?:,(\d+))?", plan)
+    parts = re.fullmatch(r"([1-9]\d*)[,x]([^,]+)(?:,(\d+))?", plan)
     if parts:
         sizes = {name.lower(): size for name, size in MEMORY.items()}
         memory = parts[3] or sizes.get(parts[2].lower())

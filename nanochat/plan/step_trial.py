@@ -95,7 +95,7 @@ def try_steps(
         return [float(ms) for ms in done.stdout.split()[-2:]]
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     # torchrun writes more after the error of a rank
-    errors = [line for line in lines if "out of memory" in line or line.startswith("error: ")]
+    errors = [line for line in lines if "out of memory" in line or "SIGKILL" in line or line.startswith("error: ")]
     problem = (errors or lines)[-1].removeprefix("error: ")
     if done.returncode < 0:
         problem = f"the process was ended by {signal.Signals(-done.returncode).name}"

@@ -202,7 +202,8 @@ class Api:
         if not asked.stream:
             async for chunk in chunks:
                 reply.add(chunk)
-            return JSONResponse(reply.whole())
+            # Thousands of log-probabilities take seconds.
+            return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
         # An error before the first chunk still gets its own HTTP status.
         first = await anext(chunks)
         events = reply.events(joined(first, chunks))

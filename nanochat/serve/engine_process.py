@@ -32,7 +32,7 @@ from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer, StopSt
 from nanochat.inference.engine import Answer, Engine, FinishReason
 from nanochat.inference.kv_cache import Prefix
 from nanochat.inference.logprobs import TokenLogprob
-from nanochat.inference.prompt_cache import PIECE
+from nanochat.inference.prompt_cache import PIECE, PROMPT_CACHE_BYTES
 from nanochat.inference.sampling import Grammar
 from nanochat.inference.tools import open_tools
 from nanochat.runtime.console import log_error
@@ -51,7 +51,6 @@ BEAT_EVERY = 1.0
 WORK = 0.01
 # Grammars that are compiled at once: one more than app.py allows an address, so others need not wait.
 COMPILERS = 3
-PROMPT_CACHE_BYTES = 2**29
 
 
 @dataclass

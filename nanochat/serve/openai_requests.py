@@ -64,6 +64,8 @@ NEUTRAL = {"repetition_penalty": 1, "repeat_penalty": 1, "typical_p": 1, "trunca
 NO_LIMIT = 10**9
 # Every character of an answer is compared with every stop string.
 MAX_STOPS = 32
+# Log-probabilities for each place of all answers: 2,000 places with so many make 20 MB of JSON.
+MAX_ALTERNATIVES = 500
 # Each step adds every entry of logit_bias.
 MAX_BIASES = 1024
 # JSON.stringify writes half of a surrogate pair if a text was cut inside an emoji. UTF-8 has no such character, so
@@ -175,6 +177,12 @@ class BaseRequest(BaseModel):
         if self.size > model.max_choices:
             words = f"{self.size:,} answers at once; this server takes at most {model.max_choices}"
             raise ApiError(400, words, param="n")
+        settings = self.logprob_settings
+        alternatives = 1 + (settings["logprobs"] or 0)
+        if settings["logprobs"] is not None and self.size * alternatives > MAX_ALTERNATIVES:
+            words = (f"{self.size:,} answers at once, with {alternatives} log-probabilities for each token; "
+                     f"with so many, this server takes at most {MAX_ALTERNATIVES // alternatives} answers")
+            raise ApiError(400, words, param="n")
         encoded = self.encode(model)
         longest = max(map(len, encoded["prompts"]))
         if longest > model.context:
@@ -191,7 +199,7 @@ class BaseRequest(BaseModel):
         sampling = SamplingParams(
             max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0), stop=stop,
             tools=self.uses_tools and model.chats and grammar is None, logit_bias=tuple(self.logit_bias.items()),
-            **self.logprob_settings, **self.model_dump(include=SAME))
+            **settings, **self.model_dump(include=SAME))
         return Request(sampling=sampling, grammar=grammar, n=self.n, stop=self.stop, client=client, **encoded)
 
 
@@ -257,6 +265,8 @@ class ConversationRequest(BaseRequest):
 
     @property
     def logprob_settings(self) -> Json:
+        if self.top_logprobs and not self.wants_logprobs:
+            raise ApiError(400, f"top_logprobs={self.top_logprobs} needs logprobs=true", param="top_logprobs")
         return {"logprobs": self.top_logprobs if self.wants_logprobs else None}
 
     @property

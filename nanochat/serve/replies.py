@@ -26,7 +26,7 @@ class Written:
 
 class Reply:
     """
-    The answer to one request. `add` takes a worker's chunk and returns its event; `whole` is the response so far. This
+    The answer to one request. `add` takes a worker's chunk; `whole` is the response so far, `events` a stream. This
     class is the reply to a completion; other interfaces override how a choice looks: `delta` in an event, `message` in
     the whole response, `show` its log-probabilities.
     """
@@ -42,8 +42,8 @@ class Reply:
         self.completion_tokens, self.cached_tokens = 0, 0
         self.written = [Written(index) for index in range(request.size)]
 
-    def add(self, chunk: Chunk) -> Json:
-        """Take in the chunk; returns the choice for an event, with the new text."""
+    def add(self, chunk: Chunk) -> tuple[Written, Json]:
+        """Take in the chunk; returns its choice and the content of an event, with the new text."""
         self.completion_tokens += chunk.tokens
         self.cached_tokens += chunk.cached
         written = self.written[chunk.index]
@@ -57,7 +57,7 @@ class Reply:
                 part |= self.source(written, part)
                 written.parts.append(part)
             new.append(part | {"index": len(written.parts) - 1})
-        return self.choice(written, self.delta(written, new), chunk.logprobs)
+        return written, self.delta(written, new)
 
     def source(self, written: Written, part: Json) -> Json:
         """Where the passage that a part begins comes from; {} if the part is not a passage."""
@@ -103,7 +103,7 @@ class Reply:
         head = self.head | {"object": self.chunk_kind}
         try:
             async for chunk in chunks:
-                yield sse(head | {"choices": [self.add(chunk)]})
+                yield sse(head | {"choices": [self.choice(*self.add(chunk), chunk.logprobs)]})
             if self.asked.stream_options.get("include_usage"):
                 yield sse(head | {"choices": [], "usage": self.usage()})
             yield b"data: [DONE]\n\n"

@@ -101,7 +101,7 @@ class ResponsesReply(ChatReply):
         yield event("response.created", response=self.response("in_progress"))
         try:
             async for chunk in chunks:
-                text = self.add(chunk)["delta"].get("content")
+                text = self.add(chunk)[1]["delta"].get("content")
                 if not text:
                     continue
                 if not begun:

@@ -5,6 +5,7 @@ checkpoints, each byte once; the report's sections; the steps of the speedrun.
 A file may be half-written, damaged, or huge, so limits apply to what is read and kept. All viewers get the same state,
 read at most once a second.
 """
+import contextlib
 import threading
 import time
 from collections import deque
@@ -179,8 +180,10 @@ class Runs:
             states = {}
             for name in STAGES:
                 if stage := found.get(base / f"{name}_checkpoints" / tag / "metrics.jsonl"):
-                    stage.read()
-                    states[name] = stage.state()
+                    # It may be gone by now, or belong to another user.
+                    with contextlib.suppress(OSError):
+                        stage.read()
+                        states[name] = stage.state()
             shown.append({"tag": tag, "stages": states, "results": results_of(tag)})
         return shown
 

@@ -32,7 +32,9 @@ from nanochat.tasks.world_questions import TinyWorld
 
 def after(argument: str, split: str) -> Task:
     """The task after:EARLIER+TASK."""
-    earlier, _, task = argument.partition("+")
+    earlier, plus, task = argument.partition("+")
+    if not plus:
+        raise UserError(f"task 'after:{argument}': expected after:EARLIER+TASK, such as after:lookup+arithmetic")
     return After(make_task(earlier, split), make_task(task, split))
 
 
@@ -68,9 +70,11 @@ SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?"
 def make_task(spec: str, split: str) -> Task:
     """
     The task of a spec such as "gsm8k", "arc:ARC-Challenge", "arithmetic[:5000]". split: "train" or "test".
-    UserError for a malformed spec, an unknown name or argument, and missing data.
+    UserError for a malformed spec, an unknown name or argument, passes, and missing data.
     """
     fields, argument = read_spec(spec)
+    if fields["passes"]:
+        raise UserError(f"task {spec.strip()!r}: only a mixture can have *{fields['passes']} passes")
     make, _ = TASKS[fields["name"]]
     task = make(argument, split)
     if fields["start"] is None:
@@ -91,8 +95,8 @@ def make_mixture(specs: str, split: str, seed: int) -> Mixture:
     """The tasks of several specs, separated by commas, in an order that depends only on their lengths and the seed."""
     tasks = []
     for spec in specs.split(","):
-        fields, _ = read_spec(spec)
-        tasks += [make_task(spec, split)] * int(fields["passes"] or 1)
+        passes = read_spec(spec)[0]["passes"]
+        tasks += [make_task(spec.strip().removesuffix(f"*{passes}"), split)] * int(passes or 1)
     return Mixture(tasks, seed)
 
 

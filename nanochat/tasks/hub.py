@@ -32,7 +32,7 @@ class HubTask(Task):
         try:
             import datasets
         except ImportError:
-            raise UserError(f"the data set {self.hub} needs the `datasets` package: pip install datasets") from None
+            raise UserError(f"the data set {self.hub} needs the datasets package: . ./setup.sh hub") from None
         tasks = base_dir() / "tasks"
         local = tasks / self.folder
         source = local / self.config

@@ -17,6 +17,7 @@ only copying helps. A call's text begins with a blank if the question has one th
 
 The task pydoc holds out the same objects. Made-up names are split like objects, ways to ask by their own text.
 """
+import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -28,7 +29,7 @@ from nanochat.data.sentences import sentence_ends
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import get_tokenizer
-from nanochat.inference.tools import NOTHING, REFUSAL, open_tools
+from nanochat.inference.tools import NOTHING, REFUSAL, open_tools, refusal
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of
 from nanochat.tasks.python_questions import QUESTIONS, documentation_words, documented, side_of_name
@@ -65,6 +66,8 @@ class Lookup(Task):
         self.split = split
         # (title, text) of each conversation. Without passages both are drawn.
         self.passages = []
+        if argument in ("", "true"):
+            self.library = "python"
         if argument == "true" or not argument and split == "test":
             self.passages = [item for item in objects(split) if tool == "lookup" or what_is_asked(item[1])[1]]
         elif argument not in ("", "unknown", "talk"):
@@ -101,8 +104,9 @@ class Lookup(Task):
 class Tokens(Lookup):
     """
     Names and passages are random tokens of a data set's tokenizer, all equally likely: a token that is never copied in
-    training cannot be copied later.
+    training cannot be copied later. For training only: no library has them.
     """
+    eval_type = None
 
     def __init__(self, data: str, split: str) -> None:
         super().__init__("lookup", "", "train")
@@ -160,7 +164,7 @@ def draw_turn(
     answer = found
     right = [found[:end] for end in sentence_ends(found)]
     if found == NOTHING:
-        answer = REFUSAL.format(f" {asked}" if blank else f' "{asked}"')
+        answer = refusal(f"{blank}{asked}")
         right = [answer]
     elif not rng.below(4):
         question = f"{question.rstrip('?.')}? {rng.choice(LINES['shortly'])}"
@@ -315,7 +319,7 @@ def objects(split: str) -> list[tuple[str, str]]:
 def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
     """(title, text) of a split's passages that can be asked about, at most SIZES[split], the same each time."""
     library = open_tools(path).library
-    rows = library.query("SELECT title, text, place FROM passages ORDER BY id")
+    rows = library.query("SELECT title, text, place FROM passages ORDER BY id", seconds=math.inf)
     found = []
     for index in shuffled(len(rows), f"{tool}:passages"):
         title, text, _ = rows[index]

@@ -37,7 +37,8 @@ def sample_rollouts(
     answers = generate_answers(task, indices, model, tokenizer, sampling, num_samples, batch_size, copying=False)
     rollouts = []
     for index, samples in zip(indices, answers):
-        rewards = [task.reward(task[index], answer_text(tokenizer, answer.tokens)) for answer in samples]
+        conversation = task[index]
+        rewards = [float(task.evaluate(conversation, answer_text(tokenizer, answer.tokens))) for answer in samples]
         mean = fmean(rewards)
         for answer, reward in zip(samples, rewards):
             cut = answer.finish_reason == "length"
