@@ -74,8 +74,8 @@ class Copy:
     def goes_on(self, text: bytes) -> bool:
         """Whether `text` is the opening and a stretch that has not ended."""
         stretch = text[len(self.opening):]
-        has_begun = stretch and text.startswith(self.opening)
-        return bool(has_begun) and any(self.source.startswith(stretch, start) for start in self.starts)
+        return (stretch != b"" and text.startswith(self.opening)
+                and any(self.source.startswith(stretch, start) for start in self.starts))
 
     def next_tokens(self, written: bytes, vocabulary: Vocabulary) -> set[int]:
         """The tokens that may follow `written`; none if no such text begins with it."""
