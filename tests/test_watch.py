@@ -103,10 +103,9 @@ def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatc
     steps.write_text('{"name": "a", "began": 1}\n{"name": "a", "began": 1, "ended": 3, "code": 0}\nhalf\n[1]\n')
     before = {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}
     shown = state(Runs())
-    before.pop(gone)    # between finding and reading it
-    before.pop(gone.parent), before.pop(gone.parent.parent)
+    del before[gone], before[gone.parent]   # the test itself removed it from its folder
     after = {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}
-    assert before.items() <= after.items() and len(after) == len(before) + 2, "nothing is written"
+    assert after.pop(gone.parent) and before == after, "nothing is written"
     [run] = shown["runs"]
     assert run["tag"] == "<b>odd" and run["results"] == {"Lookup": {"sft": "93.2%"}, "huge": {"base": None}}
     assert run["stages"]["base"]["curves"] == {"train/loss": [[6, 1.1429]]}
