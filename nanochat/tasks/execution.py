@@ -3,42 +3,42 @@ Runs generated Python in separate processes, to see whether it does what it shou
 
     run_python("print(1 + 1)")    # Result(ok=True, stdout='2\\n', stderr='', error=None, unprotected=())
 
-The program has Python's standard library, an empty environment, no input, and a folder of its own that is removed
-afterwards. Its supervisor, sandbox.py, builds the walls around it.
+The program has Python's standard library, an empty environment, no input, limits of time, memory and file sizes, and a
+folder of its own that is removed afterwards. Where bubblewrap is installed (`apt install bubblewrap`) and may make
+namespaces, the program also has no network, sees and reaches no other process, and writes only in its folder; nothing
+that it started outlives it. Elsewhere `Result.unprotected` names what is missing, and a program that leaves its process
+group, or whose trainer is killed, can go on.
 
-This contains a model's mistakes. It is not a sandbox against an attacker:
-
-- The program reads every file that this user may read, keys included. It cannot send them away, but it can print them.
-- It may use devices (a GPU), and anything that listens on a socket in the file system (Docker, a desktop).
-- Until its time is up it may use all cores, MAX_PROCESSES times `memory_bytes`, and the disk below its folder. A
-  bug in the kernel can give it everything.
-- If the kernel has Landlock (Linux 5.13), it writes only in its folder.
-- All else holds on Linux if namespaces are allowed; in most containers they are not. `Result.unprotected` names the
-  missing walls:
-
-      "network"      the program may use the network
-      "sight"        the program sees all processes of this machine and their command lines (in /proc)
-      "processes"    a process that leaves the program's process group again and again, fast, can survive (on macOS
-                     a process that leaves it once). Before Linux 6.12 the program may end other processes of this user;
-                     for root it runs under an unused user id, if that id may read Python's library
-      "files"        the program writes wherever this user may
-      "modes"        the program may change modes, times and attributes of all files that this user owns (root: nearly
-                     all files), unless it runs under an unused user id
-      "memory"       there is no memory limit (macOS)
+This contains a model's mistakes. It is not a sandbox against an attacker: the program reads every file that this user
+may read, and until its time is up it may use all cores, MAX_PROCESSES times the memory, and the disk.
 """
-import ast
 import contextlib
+import functools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanochat.runtime.console import print0
 
-SANDBOX = str(Path(__file__).with_name("sandbox.py"))
-GRACE_S = 60  # beyond the time limit, for starting and ending on a loaded machine
+MAX_PROCESSES = 16             # of a program at once, threads included; the kernel does not limit root's
+MAX_FILE_BYTES = 16 * 2**20    # of each file, and of what it prints
+
+# The program's process sets its own limits, before it reads the program. Its hard limits cannot be raised again.
+START = """
+import contextlib, resource, site, sys
+for kind, limit in {limits}.items():
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses some
+        resource.setrlimit(getattr(resource, "RLIMIT_" + kind), (limit, limit))
+with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    file.write("1000")  # when the machine runs out of memory, the kernel ends this process first
+site.setquit()  # defines exit() and quit(), which -S leaves out
+sys.stdout.reconfigure(line_buffering=True)  # so a killed program has written its lines so far
+sys.argv = ["main.py"]
+exec(compile(sys.stdin.buffer.read(), "main.py", "exec"), {{"__name__": "__main__"}})
+"""
 
 
 class Result(NamedTuple):
@@ -47,51 +47,72 @@ class Result(NamedTuple):
     ok: bool                      # on its own, with exit code 0
     stdout: str
     stderr: str
-    error: str | None             # "timeout", "too much output", "exit code 1: AssertionError", "signal 11"
-    unprotected: tuple[str, ...]  # walls that this machine does not allow, by the names above
+    error: str | None             # "timeout", "exit code 1: AssertionError", "signal 11"
+    unprotected: tuple[str, ...]  # from the program: "network", "files" and "processes", or nothing
 
 
-def run_python(
-    code: str, timeout: float = 5.0, memory_bytes: int = 512 * 2**20, max_output_bytes: int = 2**20
-) -> Result:
+@functools.cache
+def bubblewrap() -> tuple[str, ...]:
+    """The command that walls a program in, without its folder; () and a warning where it does not work."""
+    walls = ("bwrap", "--unshare-all", "--die-with-parent", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL",
+             "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
+    try:
+        subprocess.run([*walls, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", None) or str(error).encode()
+        print0("warning: generated programs run with limits of time and memory, but may use the network and change "
+               f"this user's files; bubblewrap would prevent it: {why.decode(errors='replace').strip()}")
+        return ()
+    return walls
+
+
+def run_python(code: str, timeout: float = 5.0, memory_bytes: int = 512 * 2**20) -> Result:
     """
-    Run a program to its end, at most `timeout` seconds. From any thread, many at a time.
-
-    memory_bytes: address space of each of its processes. max_output_bytes: of stdout and of stderr; more ends it.
-    RuntimeError if the supervisor fails. A folder that it cannot remove causes a warning.
+    Run a program to its end, at most `timeout` seconds. From any thread, many at a time. memory_bytes: address space
+    of each of its processes.
     """
-    settings = repr((timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()))
-    command = [sys.executable, "-I", "-S", "-X", "utf8", SANDBOX, settings]
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, **pipes, env={}, cwd="/", start_new_session=True) as supervisor:
-        report = complaint = b""
+    limits = {"AS": memory_bytes, "FSIZE": MAX_FILE_BYTES, "NOFILE": 256, "CORE": 0, "CPU": int(timeout) + 1}
+    walls = bubblewrap()
+    # A user's processes are counted from zero in a namespace only; outside, the limit would count the user's others.
+    if walls:
+        limits["NPROC"] = MAX_PROCESSES
+    command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", START.format(limits=limits)]
+    folder = tempfile.mkdtemp(prefix="nanochat-")
+    if walls:
+        command = [*walls, "--bind", folder, folder, *command]
+    try:
+        # Files instead of pipes: what the program prints is limited like its other files, and nobody has to read it.
+        with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            program.write(code.encode("utf-8", "surrogatepass"))
+            program.seek(0)
+            error = outcome(command, timeout, stdin=program, stdout=out, stderr=err, cwd=folder)
+            printed = []
+            for file in (out, err):
+                file.seek(0)
+                printed.append(file.read().decode(errors="replace"))
+    finally:
+        # rm takes any depth; the program may have changed the modes.
+        subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL)
+    stdout, stderr = printed
+    if error and error.startswith("exit code"):
+        error = f"{error}: {stderr.strip().rpartition(chr(10))[2]}".removesuffix(": ")
+    return Result(error is None, stdout, stderr, error, () if walls else ("network", "files", "processes"))
+
+
+def outcome(command: list[str], timeout: float, **streams) -> str | None:
+    """Run a command, and end it and its process group after the timeout: why it did not end well, None if it did."""
+    with subprocess.Popen(command, env={}, start_new_session=True, **streams) as process:
         try:
-            report, complaint = supervisor.communicate(code.encode("utf-8", "surrogatepass"), timeout + GRACE_S)
+            status = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            # The supervisor was stopped, or cannot end the program's processes; or this process was stopped.
-            supervisor.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                report, complaint = supervisor.communicate(timeout=1)
-    # A program without walls can kill its supervisor, or end it silently.
-    if supervisor.returncode < 0 or not report and not complaint:
-        return Result(False, "", "", "killed", ("processes",))
-    if supervisor.returncode or not report:
-        raise RuntimeError(f"the supervisor of a program failed: {complaint.decode(errors='replace')}")
-    if complaint:
-        print0("warning:", complaint.decode(errors="replace").strip())
-    limit, status, stdout, stderr, unprotected = ast.literal_eval(report.decode())
-    error = limit or reason(status, stderr)
-    return Result(error is None, stdout, stderr, error, tuple(unprotected))
-
-
-def reason(status: int, stderr: str) -> str | None:
-    """Why a program within its limits did not end well, None if it did. status: from os.wait."""
-    if os.WIFSTOPPED(status):
-        return "killed"
-    code = os.waitstatus_to_exitcode(status)
-    if code == 0:
+            return "timeout"
+        finally:
+            # Without bubblewrap its children would go on; those that left the group do.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if status == 0:
         return None
-    if code < 0:
-        return f"signal {-code}"
-    last = stderr.strip().rpartition("\n")[2].strip()
-    return f"exit code {code}: {last}".removesuffix(": ")
+    # A signal: subprocess says −n, bubblewrap 128 + n.
+    number = -status if status < 0 else status - 128
+    return f"signal {number}" if number > 0 else f"exit code {status}"
