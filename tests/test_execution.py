@@ -141,13 +141,14 @@ def test_many_at_a_time_from_threads(run):
 
 
 @pytest.mark.parametrize("run", ["walls"], indirect=True)
-def test_the_program_ends_with_the_trainer(run):
+def test_the_program_ends_with_the_trainer(run, tmp_path):
     """Killed while a program runs, which the mark on the command line of the program's child shows."""
     mark = f"{MARK[:8]!r} {MARK[8:]!r}"  # only the child has it in one piece
     program = ("import subprocess, sys\n"
                f"subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)', {mark}])")
     with subprocess.Popen([sys.executable, "-c", "import sys; from nanochat.tasks.execution import run_python; "
-                           "run_python(sys.argv[1], 1000)", program], cwd=Path(__file__).parent.parent) as trainer:
+                           "run_python(sys.argv[1], 1000)", program], cwd=Path(__file__).parent.parent,
+                          env=os.environ | {"TMPDIR": str(tmp_path)}) as trainer:
         wait_for(running)
         trainer.kill()
     wait_for(lambda: not running())
