@@ -10,10 +10,10 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/serve/openai_requests.py lists extensions and differences. Each engine is a process: one for each GPU, or one
-on a CPU. NANOCHAT_API_KEY=... demands a key. SIGTERM ends the server when all accepted requests are answered, after a
-few seconds at the latest; Ctrl-C ends it at once. When a model's last worker dies, the server ends with exit code 1, so
-that a supervisor can start it again.
+nanochat/serve/openai_requests.py lists extensions and differences. NANOCHAT_API_KEY=... demands a key. The server uses
+one GPU, or the CPU: with several GPUs start one on each port, and a proxy in front, which also keeps floods away.
+SIGTERM ends the server when all accepted requests are answered, after a few seconds at the latest; Ctrl-C ends it at
+once. When a model's engine fails, the server ends with exit code 1, so that a supervisor can start it again.
 """
 from typing import Literal
 
@@ -25,14 +25,13 @@ model_tag: str | None = None  # folder of its checkpoints; None: the only one th
 step: int | None = None     # the checkpoint's step; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # weights and KV cache; auto: bfloat16 where it is fast
-workers = 0                 # [0..] processes for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 watch = False               # show the runs of the base folder; serve the last finished stage as soon as it can chat
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
 port = 8000                 # [0..65535] 0: any free port
 allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only these and localhost are answered then
 # ---- Answers
-max_batch = 16              # [1..] answers that an engine writes at once for one address; one more place is for others
+max_batch = 16              # [1..] answers to one request; an engine writes twice as many at once
 max_new_tokens = 1024       # [1..] tokens of an answer; clients that ask for more get this many
 temperature = 0.6           # [0..] if a request sets none; 0: always the most probable token
 top_k = 50                  # [0..] if a request sets none: only the k most probable tokens; 0: all
@@ -46,19 +45,16 @@ import socket
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from nanochat.corpus.passages import open_library
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.tools import open_tools
 from nanochat.runtime.console import print0
-from nanochat.runtime.devices import choose_device_type
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.serve.app import create_app
-from nanochat.serve.engine_process import load_engine
 from nanochat.serve.gate import LOOPBACK
+from nanochat.serve.served_model import ServedModel, load_engine
 from nanochat.serve.server import Server
-from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions, never_looks_up
 from nanochat.training.checkpoint import STAGES, checkpoint_dir, find_model, latest_stage, read_meta, tasks_of
 from nanochat.training.records import newest_step, unfinished
@@ -83,28 +79,23 @@ except OSError as error:
 if not api_key and host not in LOOPBACK:
     print0(f"warning: anyone who can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 
-# Each engine is its own process and loads the model. This process answers the web and touches no GPU.
-chosen_device = choose_device_type(device_type)
-if not workers:
-    workers = torch.cuda.device_count() if chosen_device == "cuda" else 1
-
 
 def serve(stage: str, checkpoint: Path) -> ServedModel:
-    """A model as the web process knows it. Its engines load it, and open the library, when they start."""
+    """A model, which its engine's thread loads when it starts."""
     tag = checkpoint.parent.name
     specs = tasks_of(stage, tag)
     if warning := never_looks_up(specs, library):
         print0(warning)
-    # In this process the library tells where a passage comes from.
+    # The engine's own connection to the library is for its thread; this one tells where a passage comes from.
     tools = open_library(library)
-    load = partial(load_engine, checkpoint, chosen_device, dtype, max_batch, library, copying, workers)
+    load = partial(load_engine, checkpoint, device_type, dtype, max_batch, open_tools(library, copying))
     return ServedModel(
         id=f"{tag}-{stage}",
         tokenizer=Tokenizer.load(checkpoint),
         context=read_meta(checkpoint)["model_config"]["sequence_len"],
         max_batch=max_batch,
         tools=tools,
-        workers=[Worker(partial(load, number)) for number in range(workers)],
+        make_engine=load,
         chats=stage != "base",
         examples=example_questions(specs, library=tools.library),
     )
@@ -153,5 +144,5 @@ shown = ", ".join(model.id for model in models) or f"the runs of {base_dir()}"
 print0(f"{url} {'shows' if watch else 'serves'} {shown}; Ctrl-C ends it")
 Server(app, models).run(sockets=[listener])
 for model in models:
-    if model.dead:
-        raise UserError(f"the worker of {model.id} has died; the error is above")
+    if model.state == "dead":
+        raise UserError(f"the engine of {model.id} has failed; the error is above")

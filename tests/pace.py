@@ -4,7 +4,6 @@ Models that write at the pace a test sets, so that no test needs one that happen
 `Pace(file)` is that pace, in this process and in others: set by a test, it holds from the next token on. As a script
 this is scripts.chat_web, whose engines keep to the pace in the file that the environment names, PACE.
 """
-import importlib
 import json
 import os
 import runpy
@@ -13,8 +12,8 @@ import time
 from pathlib import Path
 
 from nanochat.inference.engine import Engine
-from nanochat.serve import engine_process, gate, server, worker
-from nanochat.serve.engine_process import load_engine
+from nanochat.serve import gate, served_model, server
+from nanochat.serve.served_model import load_engine
 
 
 class Pace:
@@ -63,8 +62,8 @@ def load_paced_engine(*args) -> Engine:
 
 
 if __name__ == "__main__":
-    engine_process.load_engine = importlib.import_module("pace").load_paced_engine  # as the engine's process knows it
+    served_model.load_engine = load_paced_engine
     for name, value in json.loads(os.environ["CONSTANTS"]).items():
-        [module] = [module for module in (gate, server, worker) if hasattr(module, name)]
+        [module] = [module for module in (gate, server, served_model) if hasattr(module, name)]
         setattr(module, name, value)
     runpy.run_module("scripts.chat_web", run_name="__main__", alter_sys=True)

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import random
 import re
 import runpy
@@ -18,42 +17,33 @@ import sys
 import threading
 import time
 import types
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 from conftest import REPO
 from pace import Pace, chat_web
-from starlette.responses import Response
 from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
-import nanochat.serve.engine_process
-import nanochat.serve.server
-import nanochat.serve.worker
+import nanochat.serve.served_model
 from nanochat.data.conversation import render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
 from nanochat.inference.engine import Answer, Engine
-from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.errors import UserError
-from nanochat.serve.app import READERS, create_app
-from nanochat.serve.engine_process import EngineProcess
+from nanochat.serve.app import create_app
 from nanochat.serve.openai_requests import MAX_BIASES, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError
-from nanochat.serve.server import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
-from nanochat.serve.worker import ServedModel, Worker
+from nanochat.serve.served_model import Pending, ServedModel
 
 KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log
-PLACES, QUEUE = 8, 56
-MOST = PLACES + QUEUE // 2    # answers for one client
+MOST, QUEUE = 8, 56         # answers to one request, half of the places; answers that wait
 DRAIN_SECONDS = 4
 CHAT = "/v1/chat/completions"
 ERROR = {"message", "type", "param", "code"}  # the fields of every error
@@ -61,6 +51,7 @@ ERROR = {"message", "type", "param", "code"}  # the fields of every error
 SAID = [{"type": type, "text": text} for type, text in (
     ("text", "Wel 😀:"), ("python", "12*3"), ("python_output", "36"), ("text", "so,北!"))]
 CONTENT = "Wel 😀:so,北!"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def writing_model() -> GPT:
@@ -123,16 +114,6 @@ class Running:
         self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=300)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
 
-    def workers(self) -> list[int]:
-        """The processes of its engines, the first one first."""
-        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout
-        return sorted(map(int, found.split()))
-
-    def signal_all(self, number: int) -> None:
-        """As a terminal or a service manager does."""
-        for process in (*self.workers(), self.process.pid):
-            os.kill(process, number)
-
     def ask(self, *contents, model: str = "tiny-sft", client: openai.OpenAI | None = None, **settings):
         """Greedy unless told otherwise. contents: of the messages, the user's first; none: they are a setting."""
         settings = {"model": model, "messages": chat(*contents), "temperature": 0} | settings
@@ -164,7 +145,7 @@ class Running:
 def shared_server(tmp_path_factory):
     running = Running(
         tmp_path_factory.mktemp("server"), {"sft": writing_model(), "rl": talking_model()}, "--source=sft, rl",
-        f"--max_batch={PLACES}", "--max_new_tokens=2000", MAX_QUEUE=QUEUE, MAX_BODY_BYTES=100_000,
+        f"--max_batch={MOST}", "--max_new_tokens=2000", MAX_QUEUE=QUEUE, MAX_BODY_BYTES=100_000,
         DRAIN_SECONDS=DRAIN_SECONDS)
     yield running
     running.process.kill()
@@ -319,31 +300,10 @@ def test_penalties_and_biases_are_the_engines(server, engines):
     assert (choice.message.content, choice.finish_reason) == (text_of(expected), expected.finish_reason)
 
 
-def test_the_usage_says_what_was_read_before(server):
-    """
-    The next turn of a conversation finds the prompt and the answer of the last one, streaming or not; with several
-    answers it counts once. A client at another address does not see that somebody has asked the same.
-    """
-    def cached(*contents, **settings) -> int:
-        asked = {"model": "tiny-rl", "max_tokens": 60, "stream": True, "stream_options": {"include_usage": True}}
-        *_, last = server.ask(*contents, **asked | settings)
-        return last.usage.prompt_tokens_details.cached_tokens
-
-    question = MARKER * 20
-    first = server.ask(question, model="tiny-rl")
-    assert first.usage.prompt_tokens < PIECE < first.usage.total_tokens
-    assert first.usage.prompt_tokens_details.cached_tokens == 0
-    turns = question, first.choices[0].message.parts, "And?"
-    assert cached(*turns) == cached(*turns, n=3) == PIECE and cached(f"{MARKER}!", *turns[1:]) == 0
-    with server.elsewhere() as other:
-        assert [cached(*turns, client=client) for client in (other, server.client, other)] == [0, PIECE, PIECE]
-
-
 @pytest.mark.parametrize("words, settings", [
     ("max_tokens: .*integer", {"max_tokens": "3"}),
     ("logit_bias: .*at most 1024", {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}),
     ("needs logprobs=true", {"top_logprobs": 5}),
-    ("with 21 log-probabilities .* at most 23 answers", {"n": 24, "logprobs": 20, "prompt": "x"}),
     ("stop: .*at most 32", {"stop": ["x"] * 33}), ("logit_bias", {"logit_bias": {"268": 1}}),
     *((f"{next(iter(asked))} is not supported", {"extra_body": asked}) for asked in (
         {"best_of": 2}, {"modalities": ["text", "audio"]}, {"suffix": "x", "prompt": "x"},
@@ -428,7 +388,7 @@ def test_keys_and_models_that_are_unknown(server):
     for header in (b"", b"Basic " + KEY.encode(), b"Bearer cl\xe9"):
         assert server.http.get("/v1/models", headers={"Authorization": header}).status_code == 401
     assert server.http.get("/health", headers={"Authorization": ""}).json() == {
-        "status": "ok", "models": {"tiny-sft": ["ready"], "tiny-rl": ["ready"]}, "running": 0, "waiting": 0}
+        "status": "ok", "models": {"tiny-sft": "ready", "tiny-rl": "ready"}, "running": 0, "waiting": 0}
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'; this server has tiny-sft, tiny-rl") as caught:
         server.ask("?", model="gpt")
     assert caught.value.code == "model_not_found"
@@ -489,32 +449,33 @@ def test_32_streams_at_once_are_what_each_is_alone(server, engines):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_goes_away_frees_the_places(server, stream):
-    """One client has all places and its share of the queue; when it goes, streaming or not, the next is served."""
+    """Clients have all places and the whole queue; when they go, streaming or not, the next is served."""
     everything = {"model": "tiny-sft", "messages": chat(MARKER), "n": MOST, "max_tokens": 2000, "stream": stream}
     body = json.dumps(everything).encode()
-    server.pace.set(math.inf)
-    with server.connect(len(body)) as raw:
-        raw.sendall(body)
-        server.wait_until("running", PLACES)
-        assert server.load("waiting") == QUEUE // 2
+    server.pace.set(0.05)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 + QUEUE // MOST):
+            stack.enter_context(server.connect(len(body))).sendall(body)
+        server.wait_until("running", 2 * MOST)
+        server.pace.set(math.inf)
+        server.wait_until("waiting", QUEUE)
         with pytest.raises(openai.RateLimitError) as caught:
             server.ask(MARKER)
         assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "rate_limit_exceeded"
-    server.pace.set(0.2)  # at which the client's answers would last for half an hour
+    server.pace.set(0.2)  # at which the clients' answers would last for half an hour
     server.wait_until("running", 0)
     assert server.load("waiting") == 0
 
 
-def test_one_client_leaves_room_for_others(server):
-    """One address has all places and waits for more: it gets no more of the queue, and another address is next."""
-    with server.elsewhere() as other:
-        server.pace.set(0.02)  # all those answers take 36 seconds at least
-        with server.ask(MARKER, max_tokens=400, n=MOST, stream=True):
-            server.wait_until("running", PLACES)
-            with pytest.raises(openai.RateLimitError):
-                server.ask(MARKER, n=MOST - PLACES)
-            assert server.ask(MARKER, client=other, n=2, max_tokens=5).usage.completion_tokens == 10
-            assert server.load("waiting") > 0, "that did not wait for the whole queue"
+def test_one_request_leaves_places_for_others(server):
+    """As many answers as a request may have, which take 36 seconds at least; another one is answered meanwhile."""
+    server.pace.set(0.02)
+    with pytest.raises(openai.BadRequestError, match=f"at most {MOST}"):
+        server.ask(MARKER, n=MOST + 1)
+    with server.ask(MARKER, max_tokens=1800, n=MOST, stream=True):
+        server.wait_until("running", MOST)
+        assert server.ask(MARKER, n=MOST, max_tokens=5).usage.completion_tokens == 5 * MOST
+        assert server.load("running") == MOST
     server.wait_until("running", 0)
 
 
@@ -539,88 +500,9 @@ def run_async(test):
     return run
 
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-def stuck(server: Running, address: str) -> socket.socket:
-    """A connection from that address which was answered once, and stops after the first byte of its second request."""
-    raw = socket.create_connection(("127.0.0.1", server.port), timeout=200, source_address=(address, 0))
-    raw.sendall(HEALTH)
-    answer = b""
-    while not answer.endswith(b"}}"):
-        answer += (part := raw.recv(10**4))
-        assert part and answer.startswith(b"HTTP/1.1 200")
-    raw.sendall(HEALTH[:1])
-    return raw
-
-
-def test_idle_connections_do_not_lock_out_others(server):
-    """More than are allowed, from one address: a new one replaces the oldest one; others may go on."""
-    with contextlib.ExitStack() as stack:
-        many = [stack.enter_context(stuck(server, "127.0.0.1")) for _ in range(MAX_CONNECTIONS + 1)]
-        for address in ("127.0.0.1", "127.0.0.3"):
-            transport = httpx.HTTPTransport(local_address=address)
-            with httpx.Client(transport=transport, timeout=WAIT_SECONDS / 3) as newcomer:
-                assert newcomer.get(f"{server.url}/health").status_code == 200, "long before any deadline"
-        with contextlib.suppress(ConnectionError):
-            assert many[0].recv(1) == b"", "the oldest one is closed"
-        many[-1].sendall(HEALTH[1:])
-        assert many[-1].recv(100).startswith(b"HTTP/1.1 200"), "this one may go on with its request"
-
-
 async def until(condition) -> None:
     while not condition():
         await asyncio.sleep(0.005)
-
-
-@contextlib.asynccontextmanager
-async def guarded_server(work: asyncio.Event):
-    """A server in this process: its port and connections. /work waits for `work`, /much fits into no buffer."""
-    async def app(scope, receive, send) -> None:
-        if scope["path"] == "/work":
-            await work.wait()
-        await Response(b"x" * (10**6 if scope["path"] == "/much" else 10))(scope, receive, send)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which its connections have, too
-        config = uvicorn.Config(
-            app, http=ImpatientProtocol, log_level="error", lifespan="off", timeout_graceful_shutdown=2)
-        server = uvicorn.Server(config)
-        running = asyncio.create_task(server.serve(sockets=[listener]))
-        await until(lambda: server.started)
-        yield listener.getsockname()[1], server.server_state.connections
-        server.should_exit = True
-        await running
-
-
-async def send(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)  # beyond it nothing is read
-    writer.write(data)
-    return reader, writer
-
-
-def get(path: str) -> bytes:
-    return HEALTH.replace(b"/health", path.encode())
-
-
-@run_async
-async def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
-    """Nothing sent; half a head; half of a second one; half a body; nothing read. A slow answer is waited for."""
-    monkeypatch.setattr(nanochat.serve.server, "WAIT_SECONDS", 0.3)
-    came, connection_made = [], ImpatientProtocol.connection_made  # all of them: some may be gone before others come
-    monkeypatch.setattr(ImpatientProtocol, "connection_made", lambda self, transport: (
-        came.append(self), connection_made(self, transport)))
-    async with guarded_server(work := asyncio.Event()) as (port, connections):
-        body = get("/work").replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\nx")
-        heads = get("/work"), b"", b"GET / HT", get("/") + b"G", body, get("/much")
-        clients = [await send(port, data) for data in heads]
-        await until(lambda: len(came) == len(heads))
-        await until(lambda: len(connections) == 1)
-        work.set()
-        assert (await clients[0][0].readline()).startswith(b"HTTP/1.1 200")
-        await until(lambda: not connections)
-        for _, writer in clients:
-            writer.close()
 
 
 def test_the_page_and_who_may_ask(server):
@@ -634,17 +516,10 @@ def test_the_page_and_who_may_ask(server):
     assert not any(name.startswith("access-control") for name in page.headers)
 
 
-def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
-    """
-    The last stage trained, which is said; messages are one text to continue. The proxy's name is answered to, no
-    other. When one of two workers is stopped, others are answered, even while more waits for it than its pipe holds;
-    then it is ended, and its requests with an error. When the second one is killed, the process ends with a line and
-    code 1 instead of answering 503.
-    """
+def test_a_base_model_behind_a_proxy(tmp_path):
+    """The last stage trained, which is said; messages are one text to continue. Another name is not answered to."""
     model = writing_model()
-    server = Running(
-        tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--workers=2", "--max_batch=2",
-        HUNG_AFTER=3, DEAD_AFTER=10)
+    server = Running(tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--max_batch=2")
     try:
         assert "the last stage of training was base, a base model" in server.log.read_text()
         [listed] = server.client.models.list()
@@ -661,52 +536,19 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
         refused = server.http.get("/v1/models", headers={"Host": "evil.example:80"})
         words = "answers to chat.example.org, 127.0.0.1, localhost, ::1 only; --allowed_hosts=evil.example adds"
         assert refused.status_code == 421 and words in refused.json()["error"]["message"]
-
-        first, second = server.workers()
-        while "loading" in server.http.get("/health").json()["models"]["tiny-base"]:    # the second one
-            time.sleep(0.05)
-        server.pace.set(0.02)
-        lengths = 2000, 300
-        streams = [server.ask("Once", model="tiny-base", max_tokens=length, n=2, stream=True) for length in lengths]
-        for stream in streams:
-            next(stream)
-        os.kill(first, signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as pool:
-            prompts = ["x" * 2000] * 60     # 245 kB for the first worker, beyond any pipe
-            pending = pool.submit(server.client.completions.create, model="tiny-base", prompt=prompts, max_tokens=1)
-            server.wait_until("waiting", 60)
-            server.pace.set(0)
-            assert list(streams[1])[-1].choices[0].finish_reason == "length"
-            assert server.ask("Once", **ask).usage.completion_tokens == 20
-            with pytest.raises(openai.APIError, match="worker has died"):
-                list(streams[0])
-            with pytest.raises(openai.InternalServerError, match="worker has died"):
-                pending.result()
-        health = server.http.get("/health")
-        assert health.status_code == 200 and sorted(health.json()["models"]["tiny-base"]) == ["dead", "ready"]
-        assert health.json()["status"] == "ok" and server.ask("Once", **ask).usage.completion_tokens == 20
-        os.kill(second, signal.SIGKILL)
-        assert server.process.wait(timeout=300) == 1
-        _, _, *log = server.log.read_text().splitlines()
-        killed = [f"a worker has died: process {first} said nothing for 10 s and was ended",
-                  f"a worker has died: process {second} ended with code -9"]
-        assert log == [*killed, "error: the worker of tiny-base has died; the error is above"] and not is_alive(first)
     finally:
         server.process.kill()
         server.process.wait()
 
 
-def test_no_engine_is_left_without_its_web_process():
-    """Even one that is loading: it ends with the pipe, not with the signals that a terminal or service sends to all."""
-    make_engine = functools.partial(time.sleep, 1000)
-    process, ours = Worker(make_engine).launch()
-    ours.sendall(pickle.dumps(make_engine))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process.send_signal(number)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=0.5)
-    ours.close()
-    assert process.wait(timeout=300) == 0
+def test_a_server_ends_with_its_engine(tmp_path):
+    """With a line that says why, and code 1, so that a supervisor can start it again."""
+    write_checkpoint(tmp_path / "sft_checkpoints" / "tiny", writing_model())
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.chat_web", "--port=0", "--dtype=float32", "--library=/nowhere"],
+        cwd=REPO, env=os.environ | {"NANOCHAT_BASE_DIR": str(tmp_path), "PYTHONPATH": str(REPO)},
+        capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done
 
 
 def test_zz_sigterm_lets_answers_end_for_a_while(server):
@@ -714,44 +556,30 @@ def test_zz_sigterm_lets_answers_end_for_a_while(server):
     whole = server.ask(MARKER, max_tokens=30).choices[0].message.content
     server.pace.set(0.05)
     with ThreadPoolExecutor(1) as pool:
-        long = server.ask(MARKER, max_tokens=2000, n=PLACES - 1, stream=True)
+        longs = [server.ask(MARKER, max_tokens=2000, n=n, stream=True) for n in (MOST, MOST - 1)]
         short = server.ask(MARKER, max_tokens=30, stream=True)
         beginning = streamed([next(short)])
         server.pace.set(math.inf)
-        waiting = pool.submit(server.ask, MARKER, max_tokens=2000, n=MOST - PLACES)
-        server.wait_until("waiting", MOST - PLACES)
+        waiting = pool.submit(server.ask, MARKER, max_tokens=2000, n=MOST)
+        server.wait_until("waiting", MOST)
         half = server.connect(100)  # its body never comes, and what waits for that is ended without a traceback
-        workers = server.workers()
         started = time.monotonic()
-        server.signal_all(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         server.pace.set(0.01)  # the long ones take 20 seconds at least, the short one less than a tenth of drain_s
         assert beginning + streamed(short) == whole
         with pytest.raises(openai.APIConnectionError):
             server.ask(MARKER)
         assert server.process.poll() is None
-        with pytest.raises(openai.APIError, match="stopping"):
-            list(long)
+        for long in longs:
+            with pytest.raises(openai.APIError, match="stopping"):
+                list(long)
         assert time.monotonic() - started > DRAIN_SECONDS
         with pytest.raises(openai.InternalServerError, match="stopping"):
             waiting.result()
-    check_end(server, workers, "tiny-sft, tiny-rl")
     half.close()
-
-
-def is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def check_end(server: Running, workers: list[int], models: str) -> None:
-    """With code 0, without its engines, and nothing in the log but the line with the address."""
     assert server.process.wait(timeout=200) == 0
-    assert workers and not any(map(is_alive, workers))
     log = server.log.read_text()
-    assert re.fullmatch(rf"http://127\.0\.0\.1:\d+ serves {models}; Ctrl-C ends it\n", log), log
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves tiny-sft, tiny-rl; Ctrl-C ends it\n", log), log
 
 
 @pytest.mark.parametrize("words, args", [
@@ -772,53 +600,10 @@ def test_settings_that_cannot_be(monkeypatch, words, args):
 # ---- The application in this process
 
 
-class EngineThread(EngineProcess):
-    """The engine's process as a thread of this one, where a test has its hands on the engine."""
-
-    def __init__(self, web: socket.socket):
-        super().__init__(web)
-        self.socket, self.pid, self.returncode = web, 0, None
-        self.thread = threading.Thread(target=self.serve, daemon=True)
-        self.thread.start()
-
-    def serve(self) -> None:
-        with contextlib.suppress(SystemExit):
-            self.run()
-        self.socket.shutdown(socket.SHUT_RDWR)
-
-    def end(self, code: int) -> None:
-        if self.returncode is None:     # a process ends once, whatever its other threads say later
-            self.returncode = code
-        self.inbox.put(sys.exit)
-
-    def kill(self) -> None:
-        self.end(0)
-
-    def wait(self) -> int:
-        self.thread.join()
-        return self.returncode
-
-
-class NearWorker(Worker):
-    makers: dict = {}   # a test's function cannot be pickled, its number can
-
-    def __init__(self, make_engine):
-        self.makers[id(make_engine)] = make_engine
-        super().__init__(functools.partial(made, id(make_engine)))
-
-    def launch(self):
-        ours, theirs = socket.socketpair()
-        return EngineThread(theirs), ours
-
-
-def made(number: int) -> Engine:
-    return NearWorker.makers[number]()
-
-
 @contextlib.asynccontextmanager
-async def serving(make_engines):
+async def serving(make_engine):
     """A client of an application with a writing model, and the model."""
-    model = ServedModel("tiny-sft", TOKENIZER, 2048, 2, [NearWorker(make_engine) for make_engine in make_engines])
+    model = ServedModel("tiny-sft", make_engine, TOKENIZER, 2048, 2)
     app = create_app([model], 2000, {"temperature": 0.0, "top_k": 0})
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
@@ -847,10 +632,9 @@ async def test_settings_that_no_engine_takes_are_named(capfd):
     def refused() -> Engine:
         raise UserError("device_type=cuda, but there is no GPU")
 
-    async with serving([refused]) as (_, model):
-        await until(lambda: model.dead)
-    first, second = capfd.readouterr().err.splitlines()
-    assert first == "a worker has died: device_type=cuda, but there is no GPU" and second.endswith("code 1")
+    async with serving(refused) as (_, model):
+        await until(lambda: model.state == "dead")
+    assert capfd.readouterr().err == "tiny-sft: device_type=cuda, but there is no GPU\n"
 
 
 @run_async
@@ -860,7 +644,7 @@ async def test_a_new_model_replaces_the_others_once_it_is_loaded_and_one_that_fa
         raise UserError("a damaged checkpoint")
 
     monkeypatch.setattr("nanochat.serve.app.LOOK_EVERY", 0.1)
-    models = [ServedModel(name, TOKENIZER, 2048, 2, [NearWorker(engine)])
+    models = [ServedModel(name, engine, TOKENIZER, 2048, 2)
               for name, engine in (("old", make_engine), ("damaged", refused), ("new", make_engine))]
     served, coming, seen = models[:1], iter(models[1:]), []
 
@@ -871,37 +655,15 @@ async def test_a_new_model_replaces_the_others_once_it_is_loaded_and_one_that_fa
     app = create_app(served, 2000, {"temperature": 0.0, "top_k": 0}, newer=newer)
     async with app.router.lifespan_context(app):
         await until(lambda: [model.id for model in served] == ["new"])
-        await until(lambda: models[0].workers[0].state == "stopping")
-        assert models[1].dead and seen[:2] == [["old"], ["old"]] and models[2].workers[0].state == "ready"
+        await until(lambda: models[0].state == "stopping" and not models[0].thread.is_alive())
+        assert models[1].state == "dead" and seen[:2] == [["old"], ["old"]] and models[2].state == "ready"
 
 
 @run_async
-async def test_a_conversation_goes_back_to_the_worker_that_has_read_it(pace):
-    """But not when that one has no place."""
-    def make_caching() -> Engine:
-        return pace.slow_down(Engine(writing_model(), TOKENIZER, max_batch=2, prompt_cache_bytes=2**20))
-
-    async with serving([make_caching, make_caching]) as (client, model):
-        await until(lambda: all(worker.state == "ready" for worker in model.workers))
-
-        async def cached(**settings) -> int:
-            usage = (await ask(client, "?" * PIECE, **settings)).json()["usage"]
-            return usage["prompt_tokens_details"]["cached_tokens"]
-
-        assert [await cached(max_tokens=1) for _ in range(2)] == [0, PIECE]
-        pace.set(math.inf)
-        full = asyncio.create_task(cached(n=2, max_tokens=40))
-        await until(lambda: max(worker.load for worker in model.workers) == 2)
-        assert await cached(max_tokens=1) == 0, "the other one has not"
-        pace.set(0)
-        assert await full == await cached(max_tokens=1) == PIECE
-
-
-@run_async
-async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeypatch):
-    """A prompt that cannot be read; a step that fails for all who are in it; a model that can read nothing any more."""
-    broken = threading.Event()
-    monkeypatch.setattr(nanochat.serve.engine_process, "FLUSH_EVERY", 1000.0)
+async def test_one_request_fails_alone_and_a_lost_device_ends_the_engine(capfd, monkeypatch):
+    """A prompt that cannot be read; a step that fails for all who are in it; a device that is lost."""
+    broken, engines = threading.Event(), []
+    monkeypatch.setattr(nanochat.serve.served_model, "FLUSH_EVERY", 1000.0)
 
     def make_fragile() -> Engine:
         engine = make_engine()
@@ -918,9 +680,10 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
             return decode(tokens)
 
         engine.model.extend, engine.model.decode = fragile_extend, fragile_decode
+        engines.append(engine)
         return engine
 
-    async with serving([make_fragile]) as (client, model):
+    async with serving(make_fragile) as (client, model):
         expected = (await ask(client, "good")).json()["choices"]
         three = ask(client, "good"), ask(client, "bad", n=2), ask(client, "bad", stream=True)
         good, bad, chunks = await asyncio.gather(*three)
@@ -928,15 +691,16 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
         assert bad.status_code == chunks.status_code == 500 and bad.json()["error"]["type"] == "server_error"
         chunks = await ask(client, "step", max_tokens=13, stream=True)
         assert chunks.status_code == 200 and '"error":' in chunks.text and "[DONE]" not in chunks.text
-        assert (await ask(client, "good")).json()["choices"] == expected and model.workers[0].load == 0
+        assert (await ask(client, "good")).json()["choices"] == expected and not model.pending
         assert (await client.get("/health")).status_code == 200
         broken.set()
+        engines[0].model.model.lm_head.weight = None  # what cannot be read
         assert (await ask(client, "good")).status_code == 500
-        await until(lambda: model.workers[0].state == "dead")
+        await until(lambda: model.state == "dead")
         health, after = await client.get("/health"), await ask(client, "good")
         assert (health.status_code, health.json()["status"]) == (503, "unavailable") and after.status_code == 503
     log = capfd.readouterr().err
-    assert "RuntimeError" in log and "a worker has died" in log and MARKER not in log
+    assert "RuntimeError" in log and "the engine of tiny-sft has failed" in log and MARKER not in log
 
 
 def step_seconds(engine: Engine, **fields) -> float:
@@ -944,17 +708,17 @@ def step_seconds(engine: Engine, **fields) -> float:
     Of the processor, for a step that writes a token of each of 16 answers, with all that is done for their texts. The
     fastest of ten: beside other tests, waiting threads spin.
     """
-    process = EngineProcess(socket.socketpair()[0])
-    process.engine, process.send = engine, lambda message: None
+    model = ServedModel("m", lambda: engine, engine.tokenizer, 2048, 16)
+    model.engine, model.state, model.send = engine, "ready", lambda batch: None
     body = {"model": "m", "messages": chat("?"), "n": 16, "max_tokens": 10**4} | fields
     asked = ChatRequest.parse(json.dumps(body).encode(), {"temperature": 1.0, "top_k": 0})
-    process.accept(asked.prepare(ServedModel("m", engine.tokenizer, 2048, 16, []), 10**4, ""))
+    model.add(Pending(asked.prepare(model, 10**4), model))
     for _ in range(60):
-        process.step()
+        model.step()
     seconds = []
     for _ in range(10):
         started = time.process_time()
-        process.step()
+        model.step()
         seconds.append(time.process_time() - started)
     assert len(engine.running) == 16
     engine.clear()
@@ -977,81 +741,28 @@ def test_no_request_makes_a_step_much_dearer():
 
 
 @run_async
-async def test_slow_is_not_hung(monkeypatch, pace):
-    """A step that takes long, but computes, ends no engine; one that waits for what never comes does."""
-    for name, value in {"HUNG_AFTER": 1, "DEAD_AFTER": 2}.items():
-        monkeypatch.setattr(nanochat.serve.worker, name, value)
-    monkeypatch.setattr(nanochat.serve.engine_process, "BEAT_EVERY", 0.1)
-    async with serving([lambda: pace.slow_down(make_engine())]) as (client, model):
-        [worker] = model.workers
+async def test_health_says_that_an_engine_is_slow(monkeypatch, pace):
+    monkeypatch.setattr(nanochat.serve.served_model, "SLOW_AFTER", 1)
+    async with serving(lambda: pace.slow_down(make_engine())) as (client, model):
         await ask(client, "?")
-        pace.set(math.inf)  # it looks again and again whether it may go on
+        await asyncio.sleep(1.5)
+        assert model.condition == "ready", "an engine without requests is not slow"
+        pace.set(math.inf)
         slow = asyncio.create_task(ask(client, "slow"))
-        await until(lambda: worker.step_age > 4 or model.dead)
+        await until(lambda: model.condition == "slow")
         health = await client.get("/health")
-        assert (health.status_code, health.json()["models"]) == (200, {"tiny-sft": ["slow"]})
+        assert (health.status_code, health.json()["models"]) == (200, {"tiny-sft": "slow"})
         pace.set(0)
         assert (await slow).status_code == 200
-        monkeypatch.setattr(nanochat.serve.engine_process, "WORK", math.inf)    # what it does is no work
-        pace.set(math.inf)
-        assert (await ask(client, "hung")).status_code == 503 and model.dead
-
-
-@run_async
-async def test_who_loads_gets_no_request_while_another_is_ready(monkeypatch):
-    """Where all load, a request waits, but not for ever: its time ends in the web process."""
-    loaded = threading.Event()
-
-    def make_never() -> Engine:
-        loaded.wait()
-        return make_engine()
-
-    async with serving([make_never, make_engine]) as (client, model):
-        await until(lambda: model.workers[1].state == "ready")
-        answers = await asyncio.wait_for(asyncio.gather(*(ask(client, str(i), max_tokens=2) for i in range(8))), 100)
-        assert {answer.status_code for answer in answers} == {200} and model.workers[0].state == "loading"
-        model.workers.pop()
-        for name in ("TIMEOUT", "SLACK"):
-            monkeypatch.setattr(nanochat.serve.worker, name, 0)
-        late = await asyncio.wait_for(ask(client, "late"), 100)
-        assert late.status_code == 503 and "no answer within" in late.text and model.waiting == 0
-        loaded.set()
 
 
 def test_prompts_are_counted_before_they_are_encoded():
     """A model without a tokenizer refuses them."""
-    model = ServedModel("m", None, 2048, 2, [])
-    body = json.dumps({"model": "m", "prompt": ["x"] * (model.max_choices // 2 + 1), "n": 2})
+    model = ServedModel("m", None, None, 2048, 2)
+    body = json.dumps({"model": "m", "prompt": ["x"] * 2, "n": 2})
     asked = CompletionRequest.parse(body.encode(), {"temperature": 0.0, "top_k": 0})
     with pytest.raises(ApiError, match="answers at once; this server takes at most"):
-        asked.prepare(model, 10, "")
-
-
-@run_async
-async def test_one_address_does_not_take_all_readers(monkeypatch):
-    """However many bodies it sends; another's is read meanwhile."""
-    go_on, reading = threading.Event(), Counter()
-
-    def parse(body, defaults):
-        address = json.loads(body)["messages"][0]["content"]
-        reading[address] += 1
-        if address == "10.0.0.1":
-            go_on.wait()
-        raise ApiError(400, "no")
-
-    monkeypatch.setattr(ChatRequest, "parse", parse)
-    app = create_app([], 10, {})
-
-    def ask_from(address: str):
-        transport = httpx.ASGITransport(app, client=(address, 1))
-        return ask(httpx.AsyncClient(transport=transport, base_url="http://test"), address)
-
-    many = [asyncio.create_task(ask_from("10.0.0.1")) for _ in range(50)]
-    await until(lambda: reading["10.0.0.1"])
-    assert (await asyncio.wait_for(ask_from("10.0.0.2"), 100)).status_code == 400
-    assert reading == {"10.0.0.1": READERS, "10.0.0.2": 1}
-    go_on.set()
-    assert {response.status_code for response in await asyncio.gather(*many)} == {400}
+        asked.prepare(model, 10)
 
 
 @run_async
@@ -1059,16 +770,16 @@ async def test_loading_and_limits_of_time(monkeypatch, pace):
     """What waits for the model is answered when it is there; time that is over ends an answer, and a wait."""
     loaded, passed = threading.Event(), 0.0
     clock = types.SimpleNamespace(**vars(time) | {"monotonic": lambda: time.monotonic() + passed})  # the engine's
-    monkeypatch.setattr(nanochat.serve.engine_process, "time", clock)
+    monkeypatch.setattr(nanochat.serve.served_model, "time", clock)
 
     def make_late() -> Engine:
         loaded.wait()
         return pace.slow_down(make_engine())
 
-    monkeypatch.setattr(nanochat.serve.engine_process, "TIMEOUT", 600)
-    async with serving([make_late]) as (client, model):
+    monkeypatch.setattr(nanochat.serve.served_model, "TIMEOUT", 600)
+    async with serving(make_late) as (client, model):
         health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
-        assert (health.status_code, health.json()["models"]) == (503, {"tiny-sft": ["loading"]})
+        assert (health.status_code, health.json()["models"]) == (503, {"tiny-sft": "loading"})
         await until(lambda: model.waiting == 1)
         loaded.set()
         assert (await early).status_code == 200
@@ -1085,18 +796,15 @@ async def test_loading_and_limits_of_time(monkeypatch, pace):
         waited = (await waits).json()
         assert waited["choices"][0]["finish_reason"] == "length" and waited["usage"]["completion_tokens"] <= 1
         passed = 0.0
-        [worker] = model.workers
-        assert worker.load == 0 and (await ask(client, "late")).status_code == 200
+        assert not model.pending and (await ask(client, "late")).status_code == 200
 
-        # An end is told at once, even if the engine's process takes its time to go.
+        # An end is told at once, even if the engine takes its time to go.
         pace.set(math.inf)
         running = asyncio.create_task(ask(client, "?"))
         await until(lambda: model.running)
-        kill, worker.process.kill = worker.process.kill, lambda: None
-        worker.stop()
+        model.stop()
         answer = await asyncio.wait_for(running, 100)
         assert answer.status_code == 503 and "stopping" in answer.text
-        worker.process.kill = kill
         pace.set(0)
 
 

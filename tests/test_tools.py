@@ -19,7 +19,7 @@ from nanochat.serve.openai_requests import ChatRequest
 from nanochat.serve.protocol import Chunk, Request
 from nanochat.serve.replies import ChatReply
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
-from nanochat.serve.worker import ServedModel
+from nanochat.serve.served_model import ServedModel
 
 TOKENIZER = Tokenizer([b"th", b"the", b" the"])
 SPECIAL = TOKENIZER.encode_special
@@ -110,7 +110,7 @@ def test_an_answer_calls_three_times_and_goes_on():
 
 def reply_to(kind: type[ChatReply], *chunks: list[Delta]) -> tuple[ChatReply, list[Chunk]]:
     """A reply with a library, and the chunks that it is still to be told of."""
-    model = ServedModel("tiny", TOKENIZER, 256, 1, [], Tools(Shelf()))
+    model = ServedModel("tiny", None, TOKENIZER, 256, 1, Tools(Shelf()))
     ask = {"model": "tiny", "temperature": 0, "top_k": 0, "messages": [QUESTION], "input": "?"}
     asked = (ResponsesRequest if kind is ResponsesReply else ChatRequest).model_validate(ask)
     return kind(asked, model, Request([[0]], SamplingParams())), [Chunk(0, deltas) for deltas in chunks]

@@ -2,16 +2,16 @@
 The chat server as a web application: the page, OpenAI's interface and health.
 
 The life of a request: `Gate` lets it in (gate.py), `Api.answer` parses and checks it (openai_requests.py and
-responses.py), gives it to a worker (worker.py) and turns the worker's chunks into JSON or server-sent events
-(replies.py).
+responses.py), gives it to an engine (served_model.py) and turns the engine's chunks into JSON or server-sent
+events (replies.py).
 
 Limits are checked before work is done. No user's text gets into a log.
 """
 import asyncio
 import contextlib
 import secrets
-import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,10 +29,11 @@ from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json
 from nanochat.serve.replies import ChatReply, Reply
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.runs import Runs
-from nanochat.serve.worker import Pending, ServedModel
+from nanochat.serve.served_model import Pending, ServedModel
+from nanochat.serve.structured import compile_grammar
 
-# Requests of one address that are parsed at once. Each needs a thread, and there are few threads.
-READERS = 2
+# Grammars that are compiled at once: each takes one of the few threads that also parse requests, for seconds at most.
+COMPILERS = 2
 FOLDER = Path(__file__).parent
 # Files that become part of the page, one document.
 PARTS = "watch.css", "watch.js", "inside.js"
@@ -45,7 +46,7 @@ def create_app(
     newer: Callable[[], ServedModel | None] | None = None,
 ) -> Starlette:
     """
-    The application. The models' workers start and end with it. defaults: temperature and top_k of requests that do not
+    The application. The models' engines start and end with it. defaults: temperature and top_k of requests that do not
     set them. api_key "": no key is needed. hosts: the names that the server answers to; none: any name. newer: if
     given, runs of the base folder are shown, and each model that it returns replaces the others in `models`.
     """
@@ -71,16 +72,15 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         for model in models:
-            await model.start()
+            model.start()
         following = asyncio.create_task(follow(models, newer)) if newer else None
         yield
         if following:
             following.cancel()
-        workers = [worker for model in models for worker in model.workers]
-        for worker in workers:
-            worker.stop()
-        if workers:
-            await asyncio.wait([worker.reading for worker in workers], timeout=10)
+        for model in models:
+            model.stop()
+        for model in models:
+            await asyncio.to_thread(model.thread.join, 10)
 
     handlers = {HTTPException: show_error}
     app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
@@ -92,7 +92,7 @@ def create_app(
 async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | None]) -> None:
     """
     Serve each new model once it is loaded, and stop the others once their answers have ended. A model that does not
-    load changes nothing; its process has printed why.
+    load changes nothing; its thread has printed why.
     """
     while True:
         await asyncio.sleep(LOOK_EVERY)
@@ -104,24 +104,22 @@ async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | No
             log_error("no new model", error)
         if model is None:
             continue
-        await model.start()
+        model.start()
         try:
-            while any(worker.state == "loading" for worker in model.workers):
+            while model.state == "loading":
                 await asyncio.sleep(LOOK_EVERY / 10)
-            if model.dead:
+            if model.state == "dead":
                 continue
             models.append(model)
         finally:
             # Also if the server ends meanwhile.
             if model not in models:
-                for worker in model.workers:
-                    worker.stop()
+                model.stop()
         for old in models[:-1]:
             while old.running or old.waiting:
                 await asyncio.sleep(LOOK_EVERY / 10)
             models.remove(old)
-            for worker in old.workers:
-                worker.stop()
+            old.stop()
 
 
 async def page(watches: bool, http: HttpRequest) -> Response:
@@ -143,8 +141,7 @@ class Api:
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
         self.served = models
         self.max_new_tokens, self.defaults = max_new_tokens, defaults
-        # An address is forgotten when its last request has been read.
-        self.readers: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+        self.compilers = asyncio.Semaphore(COMPILERS)
 
     @property
     def models(self) -> dict[str, ServedModel]:
@@ -152,12 +149,12 @@ class Api:
 
     async def health(self, http: HttpRequest) -> Response:
         """
-        200 while every model can answer, however slowly. The body has each worker's state (loading, ready, slow or
+        200 while every model can answer, however slowly. The body has each model's state (loading, ready, slow or
         dead), and how many answers are running or waiting.
         """
         models = self.models.values()
-        states = {model.id: [worker.condition for worker in model.workers] for model in models}
-        ready = all({"ready", "slow"} & {*conditions} for conditions in states.values())
+        states = {model.id: model.condition for model in models}
+        ready = all(state in ("ready", "slow") for state in states.values())
         body = {
             "status": "ok" if ready else "unavailable",
             "running": sum(model.running for model in models), "waiting": sum(model.waiting for model in models),
@@ -185,19 +182,19 @@ class Api:
         }
 
     async def answer(self, kind: type[BaseRequest], make_reply: type[Reply], http: HttpRequest) -> Response:
-        """A worker's answer, as JSON or as a stream. When the client disconnects, the work ends."""
+        """An engine's answer, as JSON or as a stream. When the client disconnects, the work ends."""
         body = await read_body(http)
-        client = http.client.host if http.client else ""
-        # Threads do the parsing: a megabyte takes up to a second, and meanwhile the event loop passes on others'
-        # tokens. An address also waits here for its grammars, so it cannot take all compilers.
-        async with self.readers.setdefault(client, asyncio.Semaphore(READERS)):
-            asked = await asyncio.to_thread(kind.parse, body, self.defaults)
-            model = self.find(asked.model)
-            request = await asyncio.to_thread(asked.prepare, model, self.max_new_tokens, client)
-            reply = make_reply(asked, model, request)
-            pending = model.submit(request)
-            pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
-            await pending.compiled.wait()
+        # Threads do the parsing: a megabyte takes up to a second. Meanwhile the event loop passes on others' tokens.
+        asked = await asyncio.to_thread(kind.parse, body, self.defaults)
+        model = self.find(asked.model)
+        request = await asyncio.to_thread(asked.prepare, model, self.max_new_tokens)
+        if expression := asked.grammar(model.tokenizer):
+            async with self.compilers:
+                grammar = await asyncio.to_thread(compile_grammar, expression, model.tokenizer)
+            request.sampling = replace(request.sampling, grammar=grammar)
+        reply = make_reply(asked, model, request)
+        pending = model.submit(request)
+        pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
         chunks = pending.chunks()
         if not asked.stream:
             async for chunk in chunks:

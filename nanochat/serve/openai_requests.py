@@ -48,8 +48,8 @@ from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
 from nanochat.serve.functions import Function, Functions, ToolCall, ToolChoice, ToolMode, call_grammar, define
 from nanochat.serve.protocol import ApiError, Json, Request
+from nanochat.serve.served_model import ServedModel
 from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
-from nanochat.serve.worker import ServedModel
 
 # Parameters that change no answer here: they say who asks, how the request is billed or stored, or are hints for
 # features that this server does not have. Any other unknown parameter is refused, unless its value is neutral: null,
@@ -64,8 +64,6 @@ NEUTRAL = {"repetition_penalty": 1, "repeat_penalty": 1, "typical_p": 1, "trunca
 NO_LIMIT = 10**9
 # Every character of an answer is compared with every stop string.
 MAX_STOPS = 32
-# Log-probabilities for each place of all answers: 2,000 places with so many make 20 MB of JSON.
-MAX_ALTERNATIVES = 500
 # Each step adds every entry of logit_bias.
 MAX_BIASES = 1024
 # JSON.stringify writes half of a surrogate pair if a text was cut inside an emoji. UTF-8 has no such character, so
@@ -171,17 +169,11 @@ class BaseRequest(BaseModel):
         """A grammar's expression for the answer; None: any text."""
         return None
 
-    def prepare(self, model: ServedModel, max_new_tokens: int, client: str) -> Request:
-        """The request as an engine reads it. ApiError, 400, if this model cannot answer it."""
+    def prepare(self, model: ServedModel, max_new_tokens: int) -> Request:
+        """The request as an engine reads it, but for its grammar. ApiError, 400, if this model cannot answer it."""
         # Choices are counted before prompts are encoded: 340,000 empty prompts take 18 seconds.
-        if self.size > model.max_choices:
-            words = f"{self.size:,} answers at once; this server takes at most {model.max_choices}"
-            raise ApiError(400, words, param="n")
-        settings = self.logprob_settings
-        alternatives = 1 + (settings["logprobs"] or 0)
-        if settings["logprobs"] is not None and self.size * alternatives > MAX_ALTERNATIVES:
-            words = (f"{self.size:,} answers at once, with {alternatives} log-probabilities for each token; "
-                     f"with so many, this server takes at most {MAX_ALTERNATIVES // alternatives} answers")
+        if self.size > model.max_batch:
+            words = f"{self.size:,} answers at once; this server takes at most {model.max_batch}"
             raise ApiError(400, words, param="n")
         encoded = self.encode(model)
         longest = max(map(len, encoded["prompts"]))
@@ -199,8 +191,8 @@ class BaseRequest(BaseModel):
         sampling = SamplingParams(
             max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0), stop=stop,
             tools=self.uses_tools and model.chats and grammar is None, logit_bias=tuple(self.logit_bias.items()),
-            **settings, **self.model_dump(include=SAME))
-        return Request(sampling=sampling, grammar=grammar, n=self.n, stop=self.stop, client=client, **encoded)
+            **self.logprob_settings, **self.model_dump(include=SAME))
+        return Request(sampling=sampling, n=self.n, stop=self.stop, **encoded)
 
 
 # ---- Conversations

@@ -1,5 +1,4 @@
-"""Messages between the web process and its engine processes, and errors as clients see them."""
-import itertools
+"""What the web server and an engine tell each other, and errors as clients see them."""
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -42,15 +41,11 @@ class Request:
     """What a client wants: n choices for each prompt."""
     prompts: list[list[int]]
     sampling: SamplingParams
-    grammar: str | None = None              # llguidance's expression that the choices must fit
     n: int = 1
     stop: Sequence[str] = ()
-    client: str = ""                        # the address: clients share places and queue fairly
     echo_from: Sequence[int] = ()           # for each prompt the first token that is repeated; (): no echo
     forgotten: int = 0                      # messages left out to make room for an answer
-    # The system's monotonic clock is the same in every process.
     started: float = field(default_factory=time.monotonic)
-    id: int = field(default_factory=itertools.count().__next__)
 
     @property
     def size(self) -> int:
@@ -72,10 +67,7 @@ class Chunk:
     deltas: list[Delta] = field(default_factory=list)
     logprobs: list[PlacedLogprob] = field(default_factory=list)
     tokens: int = 0                 # includes tokens without text
-    cached: int = 0                 # tokens of the prompt that were in the prompt cache
     finish_reason: FinishReason | None = None
 
 
 Chunks = AsyncIterator[Chunk]
-# By the request's id.
-Batch = dict[int, list[Chunk] | ApiError]

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's interface: from the chunks of a worker to JSON or server-sent events."""
+"""Answers in OpenAI's interface: from the chunks of an engine to JSON or server-sent events."""
 import json
 import time
 import uuid
@@ -10,7 +10,7 @@ from nanochat.inference.detokenizer import parts_of
 from nanochat.serve.functions import read_call
 from nanochat.serve.openai_requests import BaseRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob, Request
-from nanochat.serve.worker import ServedModel
+from nanochat.serve.served_model import ServedModel
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Written:
 
 class Reply:
     """
-    The answer to one request. `add` takes a worker's chunk; `whole` is the response so far, `events` a stream. This
+    The answer to one request. `add` takes an engine's chunk; `whole` is the response so far, `events` a stream. This
     class is the reply to a completion; other interfaces override how a choice looks: `delta` in an event, `message` in
     the whole response, `show` its log-probabilities.
     """
@@ -39,13 +39,12 @@ class Reply:
         if request.forgotten:
             self.head["forgotten"] = request.forgotten
         self.prompt_tokens = sum(map(len, request.prompts))
-        self.completion_tokens, self.cached_tokens = 0, 0
+        self.completion_tokens = 0
         self.written = [Written(index) for index in range(request.size)]
 
     def add(self, chunk: Chunk) -> tuple[Written, Json]:
         """Take in the chunk; returns its choice and the content of an event, with the new text."""
         self.completion_tokens += chunk.tokens
-        self.cached_tokens += chunk.cached
         written = self.written[chunk.index]
         written.logprobs += chunk.logprobs
         written.finish_reason = chunk.finish_reason
@@ -114,7 +113,6 @@ class Reply:
         return {
             "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

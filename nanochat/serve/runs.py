@@ -18,7 +18,7 @@ from pydantic_core import from_json, to_json
 
 from nanochat.runtime.files import base_dir
 from nanochat.serve.protocol import Json
-from nanochat.serve.worker import ServedModel
+from nanochat.serve.served_model import ServedModel
 from nanochat.training.records import ESTIMATE, STEPS_LOG, newest_step
 
 STAGES = ("base", "mid", "sft", "rl")
