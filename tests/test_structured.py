@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 from pydantic import BaseModel, Field
-from test_chat_web import MARKER, Running, chat, check_end, prompt_of, writing_model
+from test_chat_web import MARKER, Running, chat, prompt_of, writing_model
 from test_engine import SPECIAL, TOKENIZER, random_model, random_prompts
 
 from nanochat.data.conversation import render_prompt
@@ -187,11 +187,11 @@ ENDLESS = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"allOf
 
 
 def test_a_form_that_takes_for_ever_keeps_nobody_waiting(server):
-    """It is given up; another address's form is tried meanwhile, as one address does not take all trials."""
-    with ThreadPoolExecutor(3) as pool, server.elsewhere() as other:
+    """It is given up; meanwhile plain requests are answered, and another form waits for seconds at most."""
+    with ThreadPoolExecutor(3) as pool:
         given_up = [pool.submit(server.ask, MARKER, max_tokens=3, response_format=ENDLESS) for _ in range(3)]
-        assert server.ask(MARKER, max_tokens=3, client=other, response_format={"type": "json_object"}).choices
-        assert not all(future.done() for future in given_up)
+        assert server.ask(MARKER, max_tokens=3).choices and not any(future.done() for future in given_up)
+        assert server.ask(MARKER, max_tokens=3, response_format={"type": "json_object"}).choices
         for future in given_up:
             with pytest.raises(openai.BadRequestError, match="more than 2 s to compile"):
                 future.result()
@@ -366,20 +366,13 @@ def test_what_is_wrong_with_a_form_is_said(server, words, settings):
 
 
 def test_zz_ctrl_c_ends_it_with_streams_open(server):
-    """At once, not after DRAIN_SECONDS. Streams, and a form that is being compiled, end with an error."""
+    """At once, not after DRAIN_SECONDS: streams end with an error."""
     server.pace.set(0.1)  # the answers take 100 seconds
     stream = server.ask(MARKER, max_tokens=1000, n=8, stream=True)
-    workers = server.workers()
     for _ in range(8):
         next(stream)
-    with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(server.ask, MARKER, response_format=ENDLESS)
-        server.wait_until("waiting", 1)
-        started = time.monotonic()
-        server.signal_all(signal.SIGINT)
-        with pytest.raises(openai.APIError, match="stopping"):
-            list(stream)
-        with pytest.raises(openai.InternalServerError, match="stopping"):
-            compiling.result()
-        assert time.monotonic() - started < 50
-    check_end(server, workers, "tiny-sft")
+    started = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="stopping"):
+        list(stream)
+    assert server.process.wait(timeout=200) == 0 and time.monotonic() - started < 50

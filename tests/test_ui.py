@@ -68,7 +68,7 @@ def server(tmp_path_factory, pace):
     """The address of a server with two places and no queue, which wants a key."""
     base = tmp_path_factory.mktemp("base")
     write_model(base)
-    settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=2 --temperature=0"
+    settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=1 --temperature=0"
     command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}", MAX_QUEUE=0)
     env |= {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True, env=env)

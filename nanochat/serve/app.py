@@ -23,6 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from nanochat.runtime.console import log_error
+from nanochat.runtime.errors import UserError
 from nanochat.serve.gate import Gate, read_body, show_error
 from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json
@@ -189,8 +190,11 @@ class Api:
         model = self.find(asked.model)
         request = await asyncio.to_thread(asked.prepare, model, self.max_new_tokens)
         if expression := asked.grammar(model.tokenizer):
-            async with self.compilers:
-                grammar = await asyncio.to_thread(compile_grammar, expression, model.tokenizer)
+            try:
+                async with self.compilers:
+                    grammar = await asyncio.to_thread(compile_grammar, expression, model.tokenizer)
+            except UserError as error:
+                raise ApiError(400, str(error)) from None
             request.sampling = replace(request.sampling, grammar=grammar)
         reply = make_reply(asked, model, request)
         pending = model.submit(request)
