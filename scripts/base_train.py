@@ -146,7 +146,7 @@ chosen = choose(config, matmul_parameters, flops_per_token, rows_at_once * max_s
 total_batch_size, num_iterations, recipe = chosen.total_batch_size, chosen.num_iterations, chosen.recipe
 if device_batch_size == -1:
     rows = total_batch_size // max_seq_len
-    device_batch_size = rows_at_a_time(rows, world_size, 16 if large else 8, pipeline_stages)
+    device_batch_size = rows_at_a_time(rows, pipeline.dp_ranks, 16 if large else 8, pipeline_stages)
     config["device_batch_size"] = device_batch_size
 if fp8 == "auto":
     fp8 = compile and fp8_pays(device, model_config.n_embd, device_batch_size * max_seq_len)
