@@ -180,7 +180,7 @@ optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.emb
 # ---- Exact resume: masters and moments here; the place in the data and (in Session) the smoothed loss below
 if begin.resumed:
     load_training_state(begin.resumed, sharding, optimizers)
-    print0(f"resuming from {begin.resumed}{changed_settings(meta['config'], config)}")
+    print0(f"resuming from {begin.resumed}{changed_settings(meta, config)}")
 
 # ---- Data: the rows of a step depend on its number, the seed and the batch, not on the number of ranks
 shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_rank, pipeline.dp_ranks, device)
