@@ -146,7 +146,7 @@ chosen = choose(config, matmul_parameters, flops_per_token, rows_at_once * max_s
 total_batch_size, num_iterations, recipe = chosen.total_batch_size, chosen.num_iterations, chosen.recipe
 if device_batch_size == -1:
     rows = total_batch_size // max_seq_len
-    device_batch_size = rows_at_a_time(rows, world_size, 16 if large else 8, pipeline_stages)
+    device_batch_size = rows_at_a_time(rows, pipeline.dp_ranks, 16 if large else 8, pipeline_stages)
     config["device_batch_size"] = device_batch_size
 if fp8 == "auto":
     fp8 = compile and fp8_pays(device, model_config.n_embd, device_batch_size * max_seq_len)
@@ -180,7 +180,7 @@ optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.emb
 # ---- Exact resume: masters and moments here; the place in the data and (in Session) the smoothed loss below
 if begin.resumed:
     load_training_state(begin.resumed, sharding, optimizers)
-    print0(f"resuming from {begin.resumed}{changed_settings(meta['config'], config)}")
+    print0(f"resuming from {begin.resumed}{changed_settings(meta, config)}")
 
 # ---- Data: the rows of a step depend on its number, the seed and the batch, not on the number of ranks
 shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_rank, pipeline.dp_ranks, device)

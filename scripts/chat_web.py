@@ -56,8 +56,8 @@ from nanochat.serve.gate import LOOPBACK
 from nanochat.serve.served_model import ServedModel, load_engine
 from nanochat.serve.server import Server
 from nanochat.tasks import example_questions, never_looks_up
-from nanochat.training.checkpoint import STAGES, checkpoint_dir, find_model, latest_stage, read_meta, tasks_of
-from nanochat.training.records import newest_step, unfinished
+from nanochat.training.checkpoint import find_model, latest_stage, tasks_of
+from nanochat.training.records import STAGES, latest_checkpoints, read_meta
 
 # Not a setting: the list of processes would show it.
 api_key = os.environ.get("NANOCHAT_API_KEY", "")
@@ -106,20 +106,13 @@ tried: set[Path] = set()
 
 def newer() -> ServedModel | None:
     """The model of the last finished stage; None if there is none, or if it has been served already."""
-    ended = []
-    for stage in STAGES[1:] if source == "auto" else sources:
-        for folder in checkpoint_dir(stage, "").glob(model_tag or "*"):
-            newest = newest_step(folder)
-            if newest and not unfinished(newest):
-                ended.append(((newest / "meta.json").stat().st_mtime, STAGES.index(stage), newest))
-    if not ended:
+    latest = latest_checkpoints(STAGES[1:] if source == "auto" else sources, model_tag, only_finished=True)
+    if not latest or latest[-1] in tried:
         return None
-    # Among equal times the furthest stage wins.
-    _, number, newest = max(ended)
-    if newest in tried:
-        return None
-    tried.add(newest)
-    model = serve(STAGES[number], find_model(STAGES[number], newest.parent.name))
+    tried.add(latest[-1])
+    *_, folder, tag, _ = latest[-1].parts
+    stage = folder.removesuffix("_checkpoints")
+    model = serve(stage, find_model(stage, tag))
     print0(f"loading {model.id}, to chat with it at {url}")
     return model
 

@@ -27,6 +27,7 @@ from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import previous, sha256, write_folder_aside
 from nanochat.training.checkpoint import (
+    RULES,
     changed_settings,
     checkpoint_dir,
     choose_start,
@@ -39,6 +40,7 @@ from nanochat.training.checkpoint import (
     read_meta,
     step_dir,
 )
+from nanochat.training.records import describe_checkpoint
 from nanochat.training.resharding import load_training_state
 from nanochat.training.saving import CheckpointWriter, complete, copy_to_host, write_files
 
@@ -215,9 +217,13 @@ def test_what_does_not_fit_is_refused_before_anything_changes(folder):
 
 
 def test_settings_that_changed_since_a_checkpoint_are_named():
-    now = {"seed": 1, "grad_clip": 0.0, "newer_than_it": -1, "resume": "auto", "depth": 4}
-    before = {"seed": 0, "grad_clip": 0.0, "resume": "", "depth": 4}
-    assert changed_settings(before, now) == "\n  with another seed: 0 before, 1 now"
+    """Settings that change no weight are not; that the code is another is said, whatever the settings are."""
+    now = {"seed": 1, "grad_clip": 0.0, "newer_than_it": -1, "resume": "auto", "begin_from": "", "eval_tokens": 9}
+    before = {"seed": 0, "grad_clip": 0.0, "resume": "", "begin_from": "ref", "eval_tokens": 7}
+    assert changed_settings({"config": before, "rules": RULES}, now) == "\n  with another seed: 0 before, 1 now"
+    for others in ({}, {"rules": RULES - 1}):
+        assert "older version: updates may differ" in changed_settings({"config": now} | others, now)
+    assert read_meta(save(checkpoint_dir("base", "x"), 1, Rank()))["rules"] == RULES
 
 
 def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept(folder):
@@ -226,8 +232,7 @@ def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept(folder):
     assert list_steps(folder) == [20, 999_999, 1_000_000] and find_checkpoint(folder).name == "step_1000000"
     save(folder, 1_000_001, Rank(), keep_last=2)
     assert list_steps(folder) == [1_000_000, 1_000_001]
-    Rank().writer(folder, start_step=1_000_000, overwrite=True).wait()
-    assert list_steps(folder) == [1_000_000]
+    shutil.rmtree(step_dir(folder, 1_000_001))
     step_dir(folder, 1_000_000).rename(folder / "step_1000000.old")
     save(folder, 20, Rank())
     shutil.copytree(folder / "step_000020", folder / "step_000020.old")
@@ -265,17 +270,54 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim
         find_checkpoint(folder)
 
 
-def test_the_stage_that_was_trained_last():
-    """Of one model, or of any; of stages trained at one time, as copies are, the furthest."""
+def write_stage(stage: str, tag: str, weights: str, origin: str = "", **meta) -> str:
+    """A checkpoint as the stages write it, without its tensors; its name as an origin."""
+    checkpoint = step_dir(checkpoint_dir(stage, tag), 7)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    meta = {"step": 7, "num_iterations": 7, "data_state": {"origin": origin}} | meta
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    (checkpoint / "manifest.json").write_text(json.dumps({"model.safetensors": weights}))
+    return describe_checkpoint(checkpoint)
+
+
+def reverse_times(folder: Path) -> None:
+    """As if the stages had been written in the reverse order."""
+    for age, path in enumerate(sorted(folder.rglob("*.json"), key=lambda path: path.stat().st_mtime_ns)):
+        os.utime(path, (1e9 - age, 1e9 - age))
+
+
+@pytest.mark.parametrize("again, last", [(None, "rl"), ("mid", "mid"), ("base", "base")])
+@pytest.mark.parametrize("times", [True, False])
+def test_the_stage_that_was_trained_last(base_folder, monkeypatch, capsys, again, last, times):
+    """
+    Whatever the times of the files are. A run of three stages, and a stage trained again. A clock that went back does
+    not make a stage older than the one it came from; version 0.1.0 kept no times, but origins. Where that does not
+    decide, the furthest stage is taken, and a line says so.
+    """
     with pytest.raises(UserError, match="none; python -m scripts.base_train makes one"):
         latest_stage()
-    trained = (("base", "d1", 1), ("base", "d2", 2), ("sft", "d1", 3), ("rl", "d2", 5), ("mid", "d2", 9))
-    for stage, tag, time_saved in trained:
-        meta = step_dir(checkpoint_dir(stage, tag), time_saved) / "meta.json"
-        meta.parent.mkdir(parents=True)
-        meta.touch()
-        os.utime(meta, (time_saved, time_saved))
-    assert [latest_stage(tag) for tag in (None, "d1", "d2")] == ["mid", "sft", "mid"]
+
+    def saved(when: float) -> dict:
+        return {"saved": when} if times else {}
+
+    base = write_stage("base", "d2", "a", **saved(9.0))
+    mid = write_stage("mid", "d2", "b", base, **saved(5.0))
+    write_stage("rl", "d2", "c", mid, **saved(4.0))
+    if again:
+        write_stage(again, "d2", "new", base if again == "mid" else "", **saved(99.0))
+    base = write_stage("base", "d1", "a", **saved(6.0))
+    write_stage("sft", "d1", "b", base, **saved(90.0))
+    (step_dir(checkpoint_dir("sft", "d1"), 8)).mkdir()  # damaged: the one before it counts
+    copy = base_folder.with_name("copy")
+    for folder in (base_folder, copy):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
+        assert [latest_stage(tag) for tag in ("d1", "d2")] == ["sft", last]
+        assert capsys.readouterr().out == ""
+        assert latest_stage() == (last if again and times or last == "rl" and not times else "sft")
+        assert ("without a time" in capsys.readouterr().out) == (not times), "two models: none says which is newer"
+        if folder == base_folder:
+            subprocess.run(["cp", "-r", base_folder, copy], check=True)
+            reverse_times(copy)
     with pytest.raises(UserError, match="no model d3 in .*: there is d1, d2"):
         latest_stage("d3")
 
@@ -313,7 +355,7 @@ def test_what_torchrun_starts_again_continues_what_it_wrote_itself(folder, monke
     """
     It repeats the command line: --overwrite or a step to go back to would lose what was done since. When a host has
     come or gone, its count of restarts stays as it is. Checkpoints of an earlier launch, with the same run id, are not
-    this one's: a first attempt that died early must not turn into resuming them.
+    this one's: a first attempt that died early must not turn into resuming them. Nor if their steps are higher.
     """
     def refused():
         with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
@@ -321,10 +363,11 @@ def test_what_torchrun_starts_again_continues_what_it_wrote_itself(folder, monke
         assert choose_start(folder, "", True) is None
 
     start_under(monkeypatch, "before")
-    save(folder, 5, Rank())
+    for step in (5, 30):
+        save(folder, step, Rank())
     start_under(monkeypatch, "now", restarts)
     refused()
-    assert choose_start(folder, "auto", False).name == "step_000005"
+    assert choose_start(folder, "auto", False).name == "step_000030"
     save(folder, 10, Rank())
     newest = save(folder, 20, Rank())
     for settings in (("", False), ("", True), ("", True, 10), ("auto", False)):

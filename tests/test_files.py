@@ -115,6 +115,9 @@ def test_errors_a_user_can_act_on_are_one_line():
     assert one_line(UserError("do this")) == "do this"
     full = one_line(OSError(errno.ENOSPC, "x", "/disk/file"))
     assert full.startswith("No space left on device: /disk/file (free space")
+    read_only = one_line(OSError(errno.EROFS, "x", "/disk/file"))
+    assert read_only.startswith("Read-only file system: /disk/file (") and "free space" not in read_only
+    assert one_line(KeyboardInterrupt(), {"resume": ""}) == "interrupted", "there may be no checkpoint"
     assert one_line(FileNotFoundError(errno.ENOENT, "x")) is None and one_line(ValueError("our own bug")) is None
 
     class OutOfMemoryError(RuntimeError):

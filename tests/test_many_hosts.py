@@ -182,7 +182,8 @@ def test_two_hosts_are_one(base_folder, tmp_path):
             time.sleep(0.1)
     assert [launcher.returncode for launcher in launchers] == [0, 0], log.read_text()
     printed, sent = zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)))
-    assert "ranks 0 to 1 on host0, ranks 2 to 3 on host1\n" in printed[0] and not any(printed[1:])
+    line = "ranks 0 to 1 on host0 (local ranks 0 to 1), ranks 2 to 3 on host1 (local ranks 0 to 1)\n"
+    assert line in printed[0] and not any(printed[1:])
     assert difference(losses(base_folder, "one"), losses(base_folder, "two")) < 1e-4
     config = config_from_depth(2, vocabulary, TINY["max_seq_len"], arch="classic")
     expected = 4 * sum(split_into_stages(config)[0].units)

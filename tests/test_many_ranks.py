@@ -8,6 +8,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import termios
 import time
@@ -328,6 +329,27 @@ def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
     of_rank0 = "^error: loss or gradient not finite in 10 steps in a row.*[^)]$"
     line, again = re.findall(of_rank0, job.text(), re.MULTILINE)
     assert line == again
+
+
+def test_a_disk_that_only_rank_0_finds_read_only_is_one_line(base, tmp_path, monkeypatch):
+    """The other rank waits for it, and must not report a lost connection. Before: where each rank is."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        for name in ("data", "tokenizer"):
+            shutil.copytree(base / name, disk / name)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(disk))
+        job = start_job(tmp_path / "log", "refused")
+        assert job.end() == 1
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    [line] = re.findall("^error: .*", job.text(), re.MULTILINE)
+    assert line.startswith(f"error: Read-only file system: {disk}/") and "free space" not in line
+    assert "rank 1:" not in job.text() and "onnection" not in job.text()
+    assert f"ranks 0 to 1 on {socket.gethostname()} (local ranks 0 to 1)\n" in job.text()
 
 
 def test_ctrl_c_in_one_process_saves_too(base, tmp_path):

@@ -1,5 +1,6 @@
 """A pipeline against the same run without one: losses, checkpoints, bad steps; and its cut of the layers."""
 import itertools
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from nanochat.model import gpt_config
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.pipeline import Pipeline, stage_layers
+from nanochat.optim.schedule import rows_at_a_time
 from nanochat.optim.zero import Buckets
 from nanochat.runtime.errors import UserError
 from nanochat.training.records import read_metrics
@@ -145,6 +147,38 @@ def test_layers_are_cut_so_that_the_largest_stage_is_least():
         chosen = stage_layers(config, stages)
         assert [layer for layers in chosen for layer in layers] == list(range(depth)) and all(chosen)
         assert max(block * len(layers) + head * (layers.stop == depth) for layers in chosen) == pytest.approx(least)
+
+
+def test_five_rows_train_in_two_stages(base):
+    """The two ranks are one pipeline, whose rows need not be even."""
+    printed = train(2, "five", pipeline_stages=2, device_batch_size=-1, total_batch_size=5 * 16, num_iterations=1)
+    assert "batch: 80 tokens = 1 rows x 16 x 1 rank(s) x 5 micro-step(s) in 2 stages" in printed
+
+
+def test_a_batch_that_fits_a_pipeline_is_trained_with_the_most_rows_at_a_time():
+    """
+    Against all sizes: each pipeline's rows are whole micro-batches, and at least as many as stages. Others are refused,
+    with advice that works.
+    """
+    config = config_from_depth(4, 256, 16)
+    for stages, pipelines, rows in itertools.product((2, 3, 4), (1, 2, 3, 4), range(1, 129)):
+        pipeline = Pipeline(config, stages, 1, 0, stages * pipelines)
+        fitting = [size for size in range(1, 9) if rows % (size * pipelines) == 0 and rows >= size * pipelines * stages]
+        chosen = rows_at_a_time(rows, pipeline.dp_ranks, 8, stages)
+        if fitting:
+            assert chosen == fitting[-1]
+        for size in (chosen, 8):
+            if size in fitting:
+                assert pipeline.accumulation_steps(rows * 16, size, 16) == (rows // pipelines // size, 1)
+                continue
+            with pytest.raises(UserError, match=f"total_batch_size={rows * 16} ") as refused:
+                pipeline.accumulation_steps(rows * 16, size, 16)
+            said = str(refused.value)
+            assert "world_size" not in said
+            for tokens in re.findall("(?:try total_batch_size=| or )([0-9]+)", said):
+                pipeline.accumulation_steps(int(tokens), size, 16)
+            for advised in re.findall(" or device_batch_size=([0-9]+)", said):
+                assert int(advised) == fitting[-1]
 
 
 @pytest.mark.parametrize("stages, zero_stage, ranks, tokens, message", [

@@ -83,16 +83,21 @@ def test_summary_table_joins_the_results_of_all_sections():
     ]
 
 
-def test_a_report_is_about_one_model_and_its_data(base_folder):
-    """Two models on two data sets and an imported one: the newest, or the one that is named."""
+def test_a_report_is_about_one_model_and_its_data(base_folder, monkeypatch):
+    """
+    Two models on two data sets and an imported one: the newest by what its sections say, as a copy's files have other
+    times, or the one that is named. Version 0.1.0 wrote no seconds.
+    """
+    made = iter(f"2026-11-28 {time}; x86_64; 48f8c30" for time in (
+        "09:58 UTC", "09:59 UTC", "09:59:59 UTC", "09:59:59 UTC", "10:00:01 UTC"))
+    monkeypatch.setattr(run_report, "provenance", lambda: next(made))
     with pytest.raises(UserError, match="there are those of none; a stage writes one"):
         run_report.generate()
-    for time, (data, tag) in enumerate([("sea", "d4"), ("land", "d8"), (None, "guest")]):
+    for age, (data, tag) in enumerate([("sea", "d4"), ("land", "d8"), (None, "guest")]):
         if data:
             run_report.write_section("tokenizer", "Tokenizer", f"Of {data}.", data=data)
         run_report.write_section("base_eval", "Eval", f"{tag} on {data}.", data=data, model_tag=tag)
-        # Each older than the next, whatever the clock's resolution.
-        os.utime(base_folder / "report/sections" / (data or "unknown") / tag / "base_eval.json", (time, time))
+        os.utime(base_folder / "report/sections" / (data or "unknown") / tag / "base_eval.json", (9 - age, 9 - age))
     for named, tag, data in (("", "guest", None), ("d4", "d4", "sea")):
         text = run_report.generate(named).read_text()
         assert f"- Model: {tag} (trained on {data or 'unknown'})\n" in text

@@ -58,6 +58,21 @@ def test_a_log_is_read_as_it_grows_and_again_when_it_is_written_anew(base_folder
     assert state(watched)["runs"] == []
 
 
+def test_runs_come_in_the_order_of_their_records(base_folder):
+    """Not of the files' times, which a copy does not keep; logs of version 0.1.0, without times, come last."""
+    now = time.time()
+    for tag, ages in (("old", [None]), ("one", [500, 400]), ("two", [900, 7])):
+        records = [record(step, **({"time": now - age} if age else {})) for step, age in enumerate(ages)]
+        write_run(base_folder, "base", tag, records)
+    write_run(base_folder, "mid", "one", [record(0, time=now - 300)])
+    for age, path in enumerate(sorted(base_folder.rglob("*.jsonl"), reverse=True)):
+        os.utime(path, (now - 50 * age, now - 50 * age))
+    shown = state(Runs())["runs"]
+    assert [run["tag"] for run in shown] == ["two", "one", "old"]
+    ages = [stage["age"] for run in shown for stage in run["stages"].values()]
+    assert ages[:3] == pytest.approx([7, 400, 300], abs=5) and ages[3] > 1e9
+
+
 def test_a_long_curve_is_the_mean_of_neighbours(base_folder, monkeypatch):
     """More points than are kept, and a file longer than what is read at once."""
     monkeypatch.setattr(runs, "POINTS", 16)

@@ -107,7 +107,8 @@ class Pipeline:
         micro-batches than stages.
         """
         uneven = uneven and self.pipeline_stages == 1
-        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks, uneven)
+        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks, uneven,
+                                         self.pipeline_stages)
         if self.pipeline_stages == 1:
             return 1, micro_steps
         if micro_steps < self.pipeline_stages:

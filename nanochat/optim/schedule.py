@@ -78,12 +78,15 @@ def rows_at_a_time(rows: int, ranks: int, most: int, pipeline_stages: int = 1) -
     """
     Rows per rank and micro-step, at most `most`, for steps of `rows`: a divisor of each rank's share. If the ranks do
     not divide a step, up to a tenth of its places, in its last micro-step, stay empty to keep micro-steps large. A
-    pipeline has no empty places.
+    pipeline has no empty places, and at least as many micro-batches as stages. ranks: pipelines, if there are several
+    stages.
     """
-    if rows % ranks == 0 or pipeline_stages > 1:
-        return math.gcd(rows // ranks, most)
+    share, rest = divmod(rows, ranks)
     for size in range(most, 1, -1):
-        if rows % size == 0 and rows >= 0.9 * ranks * size * math.ceil(rows / (ranks * size)):
+        if not rest or pipeline_stages > 1:
+            if share % size == 0 and share // size >= pipeline_stages:
+                return size
+        elif rows % size == 0 and rows >= 0.9 * ranks * size * math.ceil(rows / (ranks * size)):
             return size
     return 1
 
@@ -94,10 +97,12 @@ def accumulation_steps(
     max_seq_len: int,
     world_size: int,
     uneven: bool = False,
+    pipeline_stages: int = 1,
 ) -> int:
     """
     Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work. uneven: allow a
     number of micro-batches that the ranks do not divide; in the last micro-step some ranks have no rows.
+    world_size: pipelines, if there are several stages; the batches named have a micro-step for each stage.
     """
     if total_batch_size < 1:
         raise UserError(f"total_batch_size={total_batch_size} must be at least 1, or -1 to have it chosen")
@@ -106,12 +111,14 @@ def accumulation_steps(
         return math.ceil(total_batch_size / unit)
 
     below = total_batch_size // unit * unit
-    advice = f"try total_batch_size={below} or {below + unit}" if below else f"try total_batch_size={unit}"
-    rows, rest = divmod(total_batch_size, max_seq_len * world_size)
-    if rows and not rest:
-        largest = max(size for size in range(1, device_batch_size + 1) if rows % size == 0)
+    advice = f"try total_batch_size={below} or {below + unit}"
+    if below < unit * pipeline_stages:
+        advice = f"try total_batch_size={unit * pipeline_stages}"
+    rows, rest = divmod(total_batch_size, max_seq_len)
+    if rows >= world_size * pipeline_stages and not rest and rows % world_size == 0:
+        largest = rows_at_a_time(rows, world_size, device_batch_size, pipeline_stages)
         advice += f", or device_batch_size={largest}"
     raise UserError(
-        f"total_batch_size={total_batch_size} is not a multiple of device_batch_size * max_seq_len * world_size = "
-        f"{device_batch_size} * {max_seq_len} * {world_size} = {unit}; {advice}"
+        f"total_batch_size={total_batch_size} is not a multiple of device_batch_size * max_seq_len * data-parallel "
+        f"ranks = {device_batch_size} * {max_seq_len} * {world_size} = {unit}; {advice}"
     )

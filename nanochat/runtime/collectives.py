@@ -35,17 +35,17 @@ def collective_device() -> str:
 def from_rank0(function: Callable[..., T], *args) -> T:
     """
     Calls the function on rank 0 and returns its result on every rank, for decisions that must be the same. Its
-    UserError is raised on every rank. COLLECTIVE.
+    UserError, or the system's refusal, is raised on every rank. COLLECTIVE.
     """
     result: list[Any] = [None]
     if is_rank0():
         try:
             result = [function(*args)]
-        except UserError as error:
+        except (UserError, OSError) as error:
             result = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(result, src=0)
-    if isinstance(result[0], UserError):
+    if isinstance(result[0], (UserError, OSError)):
         raise result[0]
     return result[0]
 

@@ -65,7 +65,10 @@ def compute_init(device_type: str) -> tuple[int, int, torch.device]:
 
 
 def join(backend: str, rank: int, world_size: int) -> None:
-    """Join torchrun's process group. UserError with the line that ended an earlier attempt, if one did."""
+    """
+    Join torchrun's process group, and print where each rank is. UserError with the line that ended an earlier attempt,
+    if one did.
+    """
     # A crash in native code then shows where each thread is.
     faulthandler.enable()
     # torchrun keeps its store over a restart, with the addresses of dead ranks: each attempt uses its own part of it.
@@ -83,8 +86,11 @@ def join(backend: str, rank: int, world_size: int) -> None:
     ranks_of: dict[tuple[int, str], list[int]] = {}
     for other, place in enumerate(gather_objects((node, socket.gethostname()))):
         ranks_of.setdefault(place, []).append(other)
-    hosts = [f"ranks {ranks[0]} to {ranks[-1]} on {host}" for (_, host), ranks in ranks_of.items()]
-    print0(", ".join(hosts))
+    numbers = "local ranks and GPUs" if backend == "nccl" else "local ranks"
+    hosts = [f"ranks {ranks[0]} to {ranks[-1]} on {host} ({numbers} 0 to {len(ranks) - 1})"
+             for (_, host), ranks in ranks_of.items()]
+    if world_size > 1:
+        print0(", ".join(hosts))
     watching = None
     if len(hosts) > 1 and environment_number("LOCAL_RANK", 0) == 0:
         watching = store.clone()

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 # Without a network the hub's library reports each try on several lines; the error after them needs only one.
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 # Operating-system refusals that the user, not the program, has to fix.
-USER_ERRNOS = {errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPERM}
+FULL = {errno.ENOSPC, errno.EDQUOT}
+USER_ERRNOS = FULL | {errno.EACCES, errno.EROFS, errno.EPERM}
 
 
 class UserError(Exception):
@@ -33,11 +34,11 @@ def one_line(error: BaseException, config: dict | None = None) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        can_resume = "resume" in config
-        return "interrupted; --resume=auto continues from the last checkpoint" if can_resume else "interrupted"
+        return "interrupted"
     if isinstance(error, OSError) and error.errno in USER_ERRNOS:
         where = f": {error.filename}" if error.filename else ""
-        return f"{os.strerror(error.errno)}{where} (free space there, or set NANOCHAT_BASE_DIR to another folder)"
+        full = "free space there, or " if error.errno in FULL else ""
+        return f"{os.strerror(error.errno)}{where} ({full}set NANOCHAT_BASE_DIR to another folder)"
     base = os.environ.get("NANOCHAT_BASE_DIR")
     if base and isinstance(error, OSError) and not os.path.isdir(base) and str(error.filename).startswith(base):
         return f"{base} cannot be made: {error.strerror}; set NANOCHAT_BASE_DIR to another folder"

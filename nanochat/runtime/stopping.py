@@ -92,7 +92,7 @@ class StopRequest:
         End a run that was stopped, once it is saved. Its exit code is the usual one for the signal (130 for Ctrl-C,
         143 for SIGTERM), so that a script does not run its next command; under torchrun 0. COLLECTIVE.
         """
-        print0(f"stopped after step {step}; --resume=auto continues")
+        print0(f"stopped after step {step}; --resume=auto continues" if step else "stopped before the first step")
         compute_cleanup(self)
         raise SystemExit(self.exit_code)
 

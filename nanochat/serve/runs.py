@@ -19,9 +19,8 @@ from pydantic_core import from_json, to_json
 from nanochat.runtime.files import base_dir
 from nanochat.serve.protocol import Json
 from nanochat.serve.served_model import ServedModel
-from nanochat.training.records import ESTIMATE, STEPS_LOG, newest_step
+from nanochat.training.records import ESTIMATE, STAGES, STEPS_LOG
 
-STAGES = ("base", "mid", "sft", "rl")
 CURVES = ("train/loss", "train/lrm", "train/tok_per_sec", "val/bpb", "rl/reward", "eval/pass@1")
 FRESH = 1.0             # seconds for which a state is kept
 POINTS = 512            # most points of a curve
@@ -102,7 +101,7 @@ class Stage:
                 self.begin(max(0, stat.st_size - LOG_BYTES))
             file.seek(self.offset)
             data = file.read(READ_BYTES)
-        self.inode, self.changed = stat.st_ino, stat.st_mtime
+        self.inode = stat.st_ino
         self.offset += len(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
         # A longer line does not come from a log.
@@ -130,16 +129,17 @@ class Stage:
             self.elapsed += numbers["train/dt"]
             self.durations.append(numbers["train/dt"])
 
-    def state(self) -> Json:
+    def changed(self) -> float:
+        """UTC seconds of the newest record, as a copied file has another time; 0 if unknown, as in version 0.1.0."""
+        return self.last.get("time", 0.0)
+
+    def state(self, now: float) -> Json:
         steps = self.last.get("train/steps", 0)
-        if not steps and (newest := newest_step(self.path.parent)):     # a run of an earlier version
-            steps = read_object(read_end(newest / "meta.json")).get("num_iterations")
-            steps = steps if isinstance(steps, int) else 0
         # The median: the first step compiles, and others may have waited for a save.
         left = median(self.durations) * max(0, steps - self.step) if self.durations and steps else None
         return {
             "step": self.step, "steps": steps, "elapsed": self.elapsed, "left": left, "last": self.last,
-            "age": max(0.0, time.time() - self.changed), "done": 0 < steps <= self.step,
+            "age": max(0.0, now - self.changed()), "done": 0 < steps <= self.step,
             "curves": {name: points for name, curve in self.curves.items() if (points := curve.shown())},
             "samples": sorted(self.samples.items()),
         }
@@ -168,22 +168,24 @@ class Runs:
         base = base_dir().resolve()
         changed: dict[str, float] = {}
         found: dict[Path, Stage] = {}
+        now = time.time()
         for path in base.glob("*_checkpoints/*/metrics.jsonl"):
             # A link may lead anywhere.
             if path.is_file() and path.resolve().is_relative_to(base):
                 tag = path.parent.name
-                changed[tag] = max(changed.get(tag, 0), path.stat().st_mtime)
-                found[path] = self.stages.get(path) or Stage(path)
+                stage = self.stages.get(path) or Stage(path)
+                # It may be gone by now, or belong to another user.
+                with contextlib.suppress(OSError):
+                    stage.read()
+                    found[path] = stage
+                    changed[tag] = max(changed.get(tag, 0.0), stage.changed())
         self.stages = found
         shown = []
         for tag in sorted(changed, key=lambda tag: -changed[tag])[:MOST_RUNS]:
             states = {}
             for name in STAGES:
                 if stage := found.get(base / f"{name}_checkpoints" / tag / "metrics.jsonl"):
-                    # It may be gone by now, or belong to another user.
-                    with contextlib.suppress(OSError):
-                        stage.read()
-                        states[name] = stage.state()
+                    states[name] = stage.state(now)
             shown.append({"tag": tag, "stages": states, "results": results_of(tag)})
         return shown
 

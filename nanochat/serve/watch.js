@@ -178,7 +178,8 @@ function describe(stage) {
   if (done) return `done in ${span(elapsed)}`;
   if (!last["train/loss"]) return quiet ? "not begun" : "about to begin";
   const where = all ? `step ${steps(step)} of ${steps(all)}` : `step ${steps(step)}`;
-  return quiet ? `${where}, silent for ${span(age)}` : left === null ? where : `${where}, ${span(left)} left`;
+  if (quiet) return `${where}, silent${age < 1e9 ? ` for ${span(age)}` : ""}`;  // version 0.1.0 noted no time
+  return left === null ? where : `${where}, ${span(left)} left`;
 }
 
 function updateRun(view, { tag, stages, results }) {

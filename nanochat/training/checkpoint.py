@@ -29,11 +29,26 @@ from nanochat.runtime.collectives import first_problem, from_rank0, gather_objec
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, locked, recover_folder, sha256
-from nanochat.training.records import MODEL_FILE, list_steps, newest_step, step_dir, unfinished
+from nanochat.training.records import (
+    MODEL_FILE,
+    SCRIPTS,
+    STAGES,
+    latest_checkpoints,
+    list_steps,
+    newest_step,
+    read_meta,
+    step_dir,
+    unfinished,
+)
 
-# The training stages, in the order of a run, and the script of each.
-SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
-STAGES = tuple(SCRIPTS)
+# Raise this number with every change of an update rule, a loss or the order of rows: a run that is resumed from another
+# number's checkpoint says that its updates may differ. Version 0.1.0 kept none.
+RULES = 1
+# The beginnings of settings without effect on the weights of a step.
+NOT_OF_TRAINING = ("run", "model_tag", "begin_from", "source_step", "overwrite", "resume", "eval_", "core_metric_",
+                   "sample_every", "save_every", "keep_last")
+# An empty file in a step's folder: the run that goes on has begun to replace it. Its first checkpoint removes the step.
+REPLACED = "replaced"
 
 
 def checkpoint_dir(source: str, model_tag: str) -> Path:
@@ -61,10 +76,6 @@ def has_training_state(checkpoint: Path) -> bool:
     return any(checkpoint.glob("optimizer_rank_*.safetensors"))
 
 
-def read_meta(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / "meta.json").read_bytes())
-
-
 # ---- Finding: a checkpoint is verified before it is loaded
 
 
@@ -74,12 +85,12 @@ def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     `training` the optimizers' files, which only a resumed run loads, are not read. Each rank reads a share of the
     files: hashing takes as long as reading. COLLECTIVE.
     """
-    rank, world_size = rank_and_size()
-    return first_problem(problem_in_share(checkpoint, training, rank, world_size))
+    return first_problem(problem_in_share(checkpoint, training))
 
 
-def problem_in_share(checkpoint: Path, training: bool, rank: int, world_size: int) -> str | None:
+def problem_in_share(checkpoint: Path, training: bool) -> str | None:
     """`problem_with` for this rank's share of the files; every rank reads the manifest."""
+    rank, world_size = rank_and_size()
     try:
         sums = json.loads((checkpoint / "manifest.json").read_bytes())
     # Missing, not UTF-8, or not JSON.
@@ -95,12 +106,14 @@ def problem_in_share(checkpoint: Path, training: bool, rank: int, world_size: in
     return None
 
 
-def find_checkpoint(folder: Path, step: int | None = None, training: bool = True) -> Path:
+def find_checkpoint(
+    folder: Path, step: int | None = None, training: bool = True, among: list[int] | None = None,
+) -> Path:
     """
-    The checkpoint of a step, or the newest valid one (step None): damaged ones are reported and passed over.
-    training: as for `problem_with`. UserError if there is none. COLLECTIVE.
+    The checkpoint of a step, or the newest valid one (step None), of all or `among` these: damaged ones are reported
+    and passed over. training: as for `problem_with`. UserError if there is none. COLLECTIVE.
     """
-    steps = from_rank0(list_steps, folder)
+    steps = among or from_rank0(list_steps, folder)
     for candidate in reversed(steps):
         if step not in (None, candidate):
             continue
@@ -145,19 +158,16 @@ def latest_stage(model_tag: str | None = None) -> str:
     The most recently trained stage of a model, or of any model (model_tag None): after a stage was trained again, later
     stages still come from its old model. UserError if there is none. Rank 0 only.
     """
-    saved = []  # (time, place of the stage in the order of a run); if times are equal, the furthest stage
-    known: set[str] = set()
-    for stage in STAGES:
-        for meta in checkpoint_dir(stage, "").glob("*/step_*/meta.json"):
-            tag = meta.parts[-3]
-            known.add(tag)
-            if model_tag in (None, tag):
-                saved.append((meta.stat().st_mtime, STAGES.index(stage)))
-    if not saved:
+    latest = latest_checkpoints(STAGES, model_tag)
+    if not latest:
         name = f" {model_tag}" if model_tag else ""
+        known = {tag for stage in STAGES for tag in list_tags(checkpoint_dir(stage, ""))}
         have = ", ".join(sorted(known)) or f"none; python -m {SCRIPTS['base']} makes one"
         raise UserError(f"no model{name} in {base_dir()}: there is {have}")
-    return STAGES[max(saved)[1]]
+    if len(latest) > 1:
+        print0(f"note: an older version saved {' and '.join(map(str, latest))} without a time; the last one is taken, "
+               "--source and --model_tag choose another")
+    return latest[-1].parts[-3].removesuffix("_checkpoints")
 
 
 def tasks_of(stage: str, model_tag: str) -> str:
@@ -188,6 +198,7 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
     """
     The checkpoint a run continues from, or None to start from zero. UserError, unless `overwrite` is set, if
     checkpoints of another run, or newer than resume_from_step, are in the way. No checkpoint is removed here.
+    Checkpoints that an interrupted run was about to replace (REPLACED) count only for resume_from_step.
 
     torchrun restarts ranks after a failure, and when hosts come or go. Restarted ranks continue from the newest
     checkpoint that the same torchrun's ranks have written, and ignore the settings about resuming; without one they
@@ -195,27 +206,28 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
     """
     from_rank0(recover_steps, folder)
     steps = from_rank0(list_steps, folder)
+    current = from_rank0(steps_not_replaced, folder)
 
     # ---- Ranks that torchrun restarted
-    own = launchers()
-    if from_rank0(has_written, own, folder):
-        newest = find_checkpoint(folder)
-        if wrote(own, read_meta(newest)):
-            return newest
+    if own := from_rank0(written_by, launchers(), folder):
+        return find_checkpoint(folder, among=own)
 
     # ---- A new run
-    if resume_from_step < 0 and not (steps and resume == "auto"):
-        if steps and not overwrite:
+    if resume_from_step < 0 and not (current and resume == "auto"):
+        if steps and not (overwrite or resume):
             raise UserError(f"{folder} has checkpoints; continue with --resume=auto, "
                             "choose another --model_tag, or --overwrite")
         return None
 
     # ---- A resumed run
-    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
+    if resume_from_step >= 0:
+        checkpoint = find_checkpoint(folder, resume_from_step)
+    else:
+        checkpoint = find_checkpoint(folder, among=current)
     if not from_rank0(has_training_state, checkpoint):
         raise UserError(f"{checkpoint} has weights only, like an import: no run can go on from it; start the next "
                         "stage from it, or choose another --model_tag")
-    newer = [step for step in steps if step > resume_from_step >= 0]
+    newer = [step for step in current if step > resume_from_step >= 0]
     if newer and not overwrite:
         raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "
                         "--overwrite removes them")
@@ -256,25 +268,32 @@ def wrote(launchers: list[str], meta: dict) -> bool:
     return not set(launchers).isdisjoint(meta.get("launchers", []))
 
 
-def has_written(launchers: list[str], folder: Path) -> bool:
-    """Whether the folder has a checkpoint of these launchers, damaged or not."""
+def written_by(launchers: list[str], folder: Path) -> list[int]:
+    """The steps that these launchers' ranks have saved, damaged or not; but a damaged meta.json names no launcher."""
+    written = []
     for step in list_steps(folder):
-        # A damaged meta.json names no launcher.
         with contextlib.suppress(OSError, ValueError):
             if wrote(launchers, read_meta(step_dir(folder, step))):
-                return True
-    return False
+                written.append(step)
+    return written
 
 
-def changed_settings(before: dict, now: dict) -> str:
+def steps_not_replaced(folder: Path) -> list[int]:
+    """Steps without the mark of a run that is to replace them; the mark goes with the step's folder."""
+    return [step for step in list_steps(folder) if not (step_dir(folder, step) / REPLACED).exists()]
+
+
+def changed_settings(meta: dict, now: dict) -> str:
     """
-    A line for each setting that differs from the checkpoint's. A resumed run is exact only if there are none. A setting
-    that is newer than the checkpoint is not compared: its default keeps the old behaviour.
+    A line for each setting that changes the training and differs from the checkpoint's (meta), and one if the code
+    does. A resumed run is exact only if there are none. A setting that is newer than the checkpoint is not compared:
+    its default keeps the old behaviour.
     """
-    text = ""
+    text, before = "", meta["config"]
+    if meta.get("rules") != RULES:
+        text = "\n  saved by an older version: updates may differ"
     for name, value in now.items():
-        about_resuming = name in ("run", "overwrite", "resume", "resume_from_step")
-        if not about_resuming and before.get(name, value) != value:
+        if not name.startswith(NOT_OF_TRAINING) and before.get(name, value) != value:
             text += f"\n  with another {name}: {before[name]} before, {value} now"
     return text
 

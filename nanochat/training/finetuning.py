@@ -101,7 +101,7 @@ def load_training(
                                   settings["matrix_lr"], lr_scale=settings["init_lr_frac"])
     if start.resumed:
         load_training_state(start.begin, sharding, optimizers)
-        print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], settings)}")
+        print0(f"resuming from {start.begin}{changed_settings(start.meta, settings)}")
     return model, tokenizer, sharding, optimizers
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat.runtime.collectives import rank_and_size
+from nanochat.runtime.collectives import from_rank0, rank_and_size
 from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
@@ -53,7 +53,8 @@ class Metrics:
     because a loss or gradient was not finite (`bad_steps`). Only rank 0 prints and writes.
 
     total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint to resume. UserError
-    for a checkpoint beyond the run's end: its results would belong to no run.
+    for a checkpoint beyond the run's end: its results would belong to no run. Until `begin_file` records are only
+    collected: a run that fails at its start leaves the log of the run before.
     """
 
     def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
@@ -69,28 +70,29 @@ class Metrics:
         self.clock = time.perf_counter()
         self.session_steps = 0        # of this process
         self.session_seconds = 0.0    # without its first step
-        self.wandb = None
-        self.unwritten = ""  # records that could not be written so far
+        self.wandb: Any = None
+        self.unwritten = ""  # records that are not written so far
+        self.kept: str | None = None  # records of earlier steps, until `begin_file`
         if start_step > num_iterations:
             raise UserError(f"this run would have {num_iterations} steps, but the checkpoint is at step {start_step}: "
                             f"--num_iterations={start_step} takes it as finished; --overwrite without --resume starts "
                             "over")
         if start_step == num_iterations:
             print0(f"nothing is left to train: the checkpoint is at step {start_step} of {num_iterations}")
-        if is_rank0():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            records = read_metrics(self.path) if self.path.exists() else []
-            # Later steps will be logged again.
-            kept = [record for record in records if record["step"] < start_step]
-            write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
-            if run:
-                import wandb  # optional, and slow to import
+        from_rank0(self.open, start_step, run, config)
 
-                # A resumed run continues under its id.
-                id_before = self.state.get("wandb")
-                self.wandb = wandb.init(project="nanochat", name=run, config=config, id=id_before, resume="allow",
-                                        dir=os.environ.get("WANDB_DIR") or base_dir())
-                self.state["wandb"] = self.wandb.id
+    def open(self, start_step: int, run: str, config: dict) -> None:
+        """Rank 0: read the log that a resumed run continues, and begin wandb's."""
+        records = read_metrics(self.path) if self.path.exists() else []
+        # Later steps will be logged again.
+        self.kept = "".join(json.dumps(record) + "\n" for record in records if record["step"] < start_step)
+        if run:
+            import wandb  # optional, and slow to import
+
+            # A resumed run continues under its id.
+            self.wandb = wandb.init(project="nanochat", name=run, config=config, id=self.state.get("wandb"),
+                                    resume="allow", dir=os.environ.get("WANDB_DIR") or base_dir())
+            self.state["wandb"] = self.wandb.id
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -124,11 +126,6 @@ class Metrics:
         stop and to save. tokens: over all ranks, if they differ from step to step.
         """
         self.flush()
-        steps_before, lrm_before = self.state.get("schedule", (self.num_iterations, lrm))
-        if steps_before != self.num_iterations and abs(lrm - lrm_before) >= 0.005:
-            print0(f"the learning rate goes on at {lrm:.2f}, it was {lrm_before:.2f}: the run has "
-                   f"{self.num_iterations} steps now, it had {steps_before}")
-        self.state["schedule"] = self.num_iterations, lrm
         now = time.perf_counter()
         copied = None
         if values.is_cuda:
@@ -209,11 +206,12 @@ class Metrics:
         if not is_rank0():
             return
         warned = bool(self.unwritten)
-        self.unwritten += json.dumps({"step": step} | values) + "\n"
+        self.unwritten += json.dumps({"step": step, "time": time.time()} | values) + "\n"
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(self.unwritten)
-            self.unwritten = ""
+            if self.kept is None:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(self.unwritten)
+                self.unwritten = ""
         # Usually a full disk: a line is worth less than the run.
         except OSError as error:
             if not warned:
@@ -223,6 +221,11 @@ class Metrics:
                 self.unwritten = "\n" + self.unwritten
         if self.wandb:
             self.wandb.log(values, step=step)
+
+    def begin_file(self) -> None:
+        """Rank 0: from here the file is the log of this run."""
+        write_text(self.path, self.kept + self.unwritten)
+        self.kept, self.unwritten = None, ""
 
     def results(self) -> dict[str, float | str]:
         """The rows of a training stage in the summary of the report."""

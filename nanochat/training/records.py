@@ -1,10 +1,14 @@
 """Reads the files that runs leave. Imports no torch: a report does not need it."""
 import contextlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from nanochat.runtime.files import base_dir
 
+# The training stages, in the order of a run, and the script of each.
+SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
 # In the base folder: when each step of the speedrun began and ended; how many seconds scripts/choose_size.py expects.
 STEPS_LOG, ESTIMATE = "once/steps.jsonl", "once/estimate.json"
@@ -41,9 +45,13 @@ def newest_step(folder: Path) -> Path | None:
     return step_dir(folder, steps[-1]) if steps else None
 
 
+def read_meta(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "meta.json").read_bytes())
+
+
 def unfinished(checkpoint: Path) -> str:
     """ "step 9 of 300" if the checkpoint's run has not reached its end, as after a stop; else ""."""
-    meta = json.loads((checkpoint / "meta.json").read_bytes())
+    meta = read_meta(checkpoint)
     steps = meta.get("num_iterations", 0)  # an import has none
     return f"step {meta['step']} of {steps}" if meta["step"] < steps else ""
 
@@ -52,6 +60,45 @@ def describe_checkpoint(checkpoint: Path) -> str:
     """Name of a checkpoint and sum of its weights: "sft_checkpoints/d4/step_000100 (0123456789abcdef)"."""
     sums = json.loads((checkpoint / "manifest.json").read_bytes())
     return f"{'/'.join(checkpoint.parts[-3:])} ({sums[MODEL_FILE][:16]})"
+
+
+def latest_checkpoints(stages: Iterable[str], model_tag: str | None, only_finished: bool = False) -> list[Path]:
+    """
+    The checkpoint that was saved last by these stages, of one model or of any (None); [] for none. Several if they do
+    not say which was: version 0.1.0 kept no time. Then the furthest stage comes last.
+
+    Times of files say nothing, as a copy has new ones. A checkpoint that another one was trained from is the older of
+    the two, whatever a clock said; otherwise the time in meta.json decides. Without times a stage is the older one if
+    the model it was trained from has been replaced. only_finished: leave out models whose run is not at its end.
+    """
+    found: dict[str, dict] = {}  # by `describe_checkpoint`: meta of each stage's newest checkpoint, with its path
+    for stage in stages:
+        for folder in sorted((base_dir() / f"{stage}_checkpoints").glob("*")):
+            steps = list_steps(folder) if model_tag in (None, folder.name) else []
+            for step in reversed(steps):
+                # If it is damaged, the one before it counts.
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    path = step_dir(folder, step)
+                    if not only_finished or not unfinished(path):
+                        found[describe_checkpoint(path)] = read_meta(path) | {"path": path}
+                    break
+
+    def origin(meta: dict) -> str:
+        return meta.get("data_state", meta).get("origin", "")
+
+    def is_current(meta: dict) -> bool:
+        """Whether no model that this one descends from has been replaced by another."""
+        name = origin(meta)
+        if name in found:
+            return is_current(found[name])
+        return not any(known.startswith(name.rpartition("/")[0] + "/") for known in found)
+
+    def rank(meta: dict) -> tuple[float, bool]:
+        return meta.get("saved", 0.0), is_current(meta)
+
+    trained_from = set(map(origin, found.values()))
+    last = [meta for name, meta in found.items() if name not in trained_from]
+    return [meta["path"] for meta in last if rank(meta) == max(map(rank, last))]
 
 
 def models_trained_with(fingerprint: str) -> str:

@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,13 @@ def generate(model_tag: str = "") -> Path:
     from nanochat.training.plots import plot_section  # matplotlib is slow to import, and sections do not need it
 
     folder = base_dir() / "report"
-    paths = sorted((folder / "sections").glob("*/*/*.json"), key=lambda path: path.stat().st_mtime_ns)
-    chosen = [path.parent for path in paths if model_tag in ("", path.parent.name)]
+    paths = sorted((folder / "sections").glob("*/*/*.json"))
+    chosen = [path for path in paths if model_tag in ("", path.parent.name)]
     if not chosen:
         known = ", ".join(sorted({path.parent.name for path in paths})) or "none; a stage writes one as it ends"
         raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}")
-    model = chosen[-1]
+    # Each section begins with its date. A copied file's own time says nothing.
+    model = max(chosen, key=made).parent
     files = {path.stem: path for path in [*model.parent.glob("*.json"), *model.glob("*.json")]}
     sections = [json.loads(files[stage].read_bytes()) for stage in ORDER if stage in files]
     parts = ["# nanochat report", f"- Model: {model.name} (trained on {model.parent.name})", summary(sections)]
@@ -82,6 +83,10 @@ def generate(model_tag: str = "") -> Path:
             parts.append(plot_section(section["stage"], base_dir() / section["metrics"], section["floor"], folder))
     write_text(folder / "report.md", "\n\n".join(part for part in parts if part) + "\n")
     return folder / "report.md"
+
+
+def made(section: Path) -> str:
+    return json.loads(section.read_bytes())["made"]
 
 
 def summary(sections: list[dict]) -> str:
@@ -116,4 +121,4 @@ def provenance() -> str:
     # No locks: a report must not get in the way of a commit. "-dirty": files differ from the commit.
     git = "git --no-optional-locks describe --always --dirty --exclude=* || echo no commit"
     commit = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}; {machine}; {commit}"
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC; {machine}; {commit}"

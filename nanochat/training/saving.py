@@ -39,12 +39,15 @@ from nanochat.runtime.exits import last_acts
 from nanochat.runtime.files import sha256, sync, write_folder_aside
 from nanochat.training.checkpoint import (
     MODEL_FILE,
+    REPLACED,
+    RULES,
     claim,
     launchers,
     list_steps,
     newest_saved,
     read_meta,
     step_dir,
+    steps_not_replaced,
 )
 from nanochat.training.metrics import Metrics
 from nanochat.training.resharding import kept_state
@@ -66,7 +69,7 @@ class CheckpointWriter:
     """
     Writes a run's checkpoints into `folder`, one at a time, at least every `save_minutes`, and keeps the newest
     `keep_last` (−1: all). UserError while another run writes there: the folder is this run's until `wait`, or the end
-    of the process. overwrite: remove the checkpoints after start_step, or all if that is 0.
+    of the process. Its first checkpoint removes those after start_step (all, if that is 0) if `overwrite` says so.
     COLLECTIVE, as are its methods: every rank calls them in the same order.
     """
 
@@ -74,10 +77,11 @@ class CheckpointWriter:
                  keep_last: int = -1, overwrite: bool = False, save_minutes: float = SAVE_MINUTES):
         self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
         self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
+        self.start_step, self.overwrite = start_step, overwrite
         self.lock: TextIO | None = None
         self.launchers = launchers()
         # Steps saved only because time was up, also before this run was resumed.
-        self.by_time: list[int] = from_rank0(self.take_folder, start_step, overwrite)
+        self.by_time: list[int] = from_rank0(self.take_folder)
         last_acts.append(self.rescue)
         self.began = time.monotonic()  # time of the newest save, or of the run's start
         self.saved = start_step        # the step of the newest save; -1: it failed
@@ -89,18 +93,26 @@ class CheckpointWriter:
         if rank_and_size()[1] > 1:
             self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
 
-    def take_folder(self, start_step: int, overwrite: bool) -> list[int]:
-        """
-        Rank 0: claim the folder, and remove the checkpoints that the run may overwrite. Returns `by_time` as it was at
-        start_step.
-        """
+    def take_folder(self) -> list[int]:
+        """Rank 0: claim the folder. Returns `by_time` as it was at start_step."""
         self.lock = claim(self.folder)
-        if overwrite:
-            for step in list_steps(self.folder):
-                if step > start_step or start_step == 0:
-                    shutil.rmtree(step_dir(self.folder, step))
-        begin = step_dir(self.folder, start_step)
+        begin = step_dir(self.folder, self.start_step)
         return read_meta(begin).get("by_time", []) if begin.exists() else []
+
+    def mark_replaced(self) -> None:
+        """
+        Rank 0: mark the checkpoints that this run replaces, so that no run resumes from them; `publish` removes them.
+        Without `overwrite`, steps after start_step are damaged, at least in a file of the optimizers: they are renamed.
+        """
+        for step in list_steps(self.folder):
+            path = step_dir(self.folder, step)
+            if self.start_step and step <= self.start_step:
+                (path / REPLACED).unlink(missing_ok=True)
+            elif self.overwrite:
+                (path / REPLACED).touch()
+            elif not (path / REPLACED).exists():
+                kept = path.rename(f"{path}.damaged-{time.time():.0f}")
+                print0(f"{path} is in the way of this run: its undamaged files are kept in {kept}")
 
     # --- for the training loop
 
@@ -155,15 +167,15 @@ class CheckpointWriter:
 
     def save(self, step: int, meta: dict) -> None:
         """
-        Begin to save folder/step_NNNNNN; parameters may change as soon as this returns. meta must be JSON; step,
-        launchers, tokenizer and model are added to it. A kill at any moment damages nothing older.
+        Begin to save folder/step_NNNNNN; parameters may change as soon as this returns. meta must be JSON; launchers
+        and what `describe` knows are added to it. A kill at any moment damages nothing older.
         """
         self.join()
         self.warn("; training goes on, the next save tries again")
-        meta = meta | {"step": step, "launchers": self.launchers, "tokenizer": self.tokenizer.fingerprint,
-                       "model_config": vars(self.sharding.model.config)}
+        meta = meta | {"launchers": self.launchers}
         self.began = time.monotonic()
-        text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
+        text = describe(step, self.tokenizer, self.sharding.model.config, meta)
+        files = copy_to_host(self.sharding, self.optimizers)
         # Not before: an interrupted copy has saved nothing.
         self.saved = step
         # Not a daemon: when a run fails, the interpreter waits for the thread, instead of killing it in mid-write.
@@ -211,13 +223,19 @@ class CheckpointWriter:
         return aside.relative_to(self.folder)
 
     def publish(self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str) -> None:
-        """Make the filled folder a checkpoint, then remove checkpoints that are too old."""
+        """Make the filled folder a checkpoint."""
         complete(aside, sums, self.tokenizer, meta)
         stack.close()
         print0(f"saved {step_dir(self.folder, step)}")
-        steps = [old for old in list_steps(self.folder) if old <= step]
+        self.remove_old(step)
+
+    def remove_old(self, step: int) -> None:
+        """Rank 0: remove the checkpoints that this run replaces, and those before this step that are too old."""
+        current = steps_not_replaced(self.folder)
+        too_old = [old for old in list_steps(self.folder) if old not in current]
+        steps = [old for old in current if old <= step]
         # Not all of by_time are on the disk: a save can fail.
-        too_old = [old for old in self.by_time if old in steps][:-KEPT_BY_TIME]
+        too_old += [old for old in self.by_time if old in steps][:-KEPT_BY_TIME]
         if self.keep_last > 0:
             too_old += steps[: -self.keep_last]
         for old in too_old:
@@ -266,7 +284,7 @@ class CheckpointWriter:
                     raise UserError("other ranks failed in another step")
                 set_timeout(SAVE_TIMEOUT, self.group)
                 watchdog.start()
-            print0(f"saving step {step} before the run ends")
+            print0(f"saving step {step} before the run ends; --resume=auto continues from there")
             self.checkpoint(asked_for=True)
             # From here everything is in host memory.
             watchdog.cancel()
@@ -296,11 +314,18 @@ def save_weights(
     Save folder/step_NNNNNN without training state, as an import does. Other stages can begin with it, but no run can
     resume from it. OSError if the disk refuses; a kill at any moment leaves nothing half-made.
     """
-    meta = meta | {"step": step, "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}
     target = step_dir(folder, step)
     with claim(folder), write_folder_aside(target) as aside:
-        complete(aside, [write_files(aside, {MODEL_FILE: (weights, {})})], tokenizer, json.dumps(meta, indent=1))
+        complete(aside, [write_files(aside, {MODEL_FILE: (weights, {})})], tokenizer,
+                 describe(step, tokenizer, config, meta))
     return target
+
+
+def describe(step: int, tokenizer: Tokenizer, config: GPTConfig, meta: dict) -> str:
+    """The text of meta.json: `meta`, and what every checkpoint says. saved: in seconds, UTC."""
+    meta = meta | {"step": step, "tokenizer": tokenizer.fingerprint, "model_config": vars(config),
+                   "saved": time.time(), "rules": RULES}
+    return json.dumps(meta, indent=1)
 
 
 def copy_to_host(sharding: Sharding, optimizers) -> Files:

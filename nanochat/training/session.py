@@ -7,6 +7,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.table_gradient import compile_model
 from nanochat.optim.schedule import is_due
 from nanochat.optim.sharding import Sharding
+from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step
@@ -22,7 +23,8 @@ from nanochat.training.saving import CheckpointWriter
 class Session:
     """
     The life of a run in this process. Made last, after all settings are checked: it compiles, claims the folder of the
-    checkpoints, begins the log and catches signals. COLLECTIVE, as are its methods except `requests`.
+    checkpoints and catches signals. What an earlier run left there stays until the first step is done (`begin_run`).
+    COLLECTIVE, as are its methods except `requests`.
 
     resumed: meta of the checkpoint to resume from; None: a new run. settings: of the script.
     tokens_per_step: over all ranks; 0 if steps differ. meta: further JSON values for its checkpoints, such as `data`,
@@ -38,6 +40,10 @@ class Session:
         self.step, metrics_state = 0, None
         if resumed:
             self.step, metrics_state = resumed["step"], resumed["metrics_state"]
+            steps = resumed["num_iterations"]
+            if self.step < num_iterations != steps:
+                print0(f"the run has {num_iterations} steps now, it had {steps}: learning rates, momentum, weight "
+                       f"decay and look-ahead follow from that number, and may jump at step {self.step}")
         model = sharding.model
         if set_compile(settings["compile"], sharding.device.type):
             compile_model(model)
@@ -48,9 +54,14 @@ class Session:
         self.stop = StopRequest()
         self.stopped = False         # before this step, by a signal to some rank
         self.first_step = self.step  # it compiles
+
+    def begin_run(self) -> None:
+        """Rank 0, after the first step, or if none is left to train: what is left of an earlier run makes way."""
+        self.saver.mark_replaced()
+        self.metrics.begin_file()
         # The report's sections about the model that this run replaces.
-        if not resumed:
-            remove_sections(self.section, meta["data"], checkpoints.name)
+        if self.first_step == 0:
+            remove_sections(self.section, self.meta["data"], self.saver.folder.name)
 
     def save_if_due(self, **meta) -> None:
         """
@@ -87,10 +98,14 @@ class Session:
         # All ranks have compiled: shorter timeouts from here.
         if self.step == self.first_step:
             after_first_step(*self.sharding.groups.values())
+            from_rank0(self.begin_run)
         self.step += 1
 
     def end(self) -> None:
         """Wait for the last save and close the log. A run that a signal has stopped ends here: SystemExit."""
+        if self.first_step == self.num_iterations:
+            from_rank0(self.begin_run)
+            from_rank0(self.saver.remove_old, self.step)
         self.saver.wait()
         self.metrics.close()
         if self.stopped:
