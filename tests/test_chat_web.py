@@ -544,11 +544,12 @@ def test_a_base_model_behind_a_proxy(tmp_path):
 def test_a_server_ends_with_its_engine(tmp_path):
     """With a line that says why, and code 1, so that a supervisor can start it again."""
     write_checkpoint(tmp_path / "sft_checkpoints" / "tiny", writing_model())
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.chat_web", "--port=0", "--dtype=float32", "--library=/nowhere"],
-        cwd=REPO, env=os.environ | {"NANOCHAT_BASE_DIR": str(tmp_path), "PYTHONPATH": str(REPO)},
-        capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done
+    env = os.environ | {"NANOCHAT_BASE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "scripts.chat_web", "--port=0", "--device_type=cuda"]
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    why, end = done.stderr.splitlines()
+    assert why.startswith("tiny-sft: device_type=cuda") and end.startswith("error: the engine of tiny-sft has failed")
 
 
 def test_zz_sigterm_lets_answers_end_for_a_while(server):
