@@ -6,9 +6,11 @@ The assistant's tools: what may stand between <|python_start|> and <|python_end|
     lookup('str.partition')         the passage with that title in a library
     search('split three parts')     the best passage about these words
 
-If nothing is found, the result is "nothing", so the model can say so. A passage is data: special tokens in it are
+If nothing is found, the result is "nothing", so the model can say so. If the library was not searched to the end, the
+result is a sentence that says why, which the model quotes like a passage. A passage is data: special tokens in it are
 encoded as text. A passage that would fill the context is cut, at a sentence's end if possible.
 """
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from pathlib import Path
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
-from nanochat.inference.retrieval import Library, Passage, library_path
+from nanochat.inference.retrieval import Library, Passage, SearchFailed, library_path
 from nanochat.inference.words import common_stems, stems, telling_words
 
 NOTHING = "nothing"
@@ -54,7 +56,7 @@ class Tools:
         self.copying = copying and library is not None
 
     def find(self, expression: str) -> Passage | None:
-        """The passage that a call finds."""
+        """The passage that a call finds. SearchFailed if the library is not read to the end."""
         call = TOOL_CALL.fullmatch(expression)
         if call is None or self.library is None or call[1] not in QUERIES:
             return None
@@ -67,7 +69,9 @@ class Tools:
         # Only the calls can tell: an "n" may be the beginning of "nothing" or of a passage.
         *before, call, _ = parts
         calls = sum(part["type"] == "python" and is_call(part["text"]) for part in before)
-        return self.find(call["text"]) if calls < MOST_CALLS else None
+        with contextlib.suppress(SearchFailed):
+            return self.find(call["text"]) if calls < MOST_CALLS else None
+        return None
 
     def wider(self, expression: str, questions: Sequence[str]) -> str | None:
         """
@@ -81,7 +85,10 @@ class Tools:
         last, *before = [question.rpartition("\n\n")[2] for question in questions[:-3:-1]]
         for words in [last, *(f"{last} {question}" for question in before)]:
             wider = f'search("{words}")'
-            passage = self.find(wider) if len(words) <= MOST_WORDS else None
+            try:
+                passage = self.find(wider) if len(words) <= MOST_WORDS else None
+            except SearchFailed:
+                return wider  # its result says so
             if passage and (words == last or shares_word(passage, last)):
                 return wider
         return None
@@ -98,7 +105,10 @@ class Tools:
             return NOTHING
         if call[1] == "spell":
             return shortened("-".join(call[3].strip()), tokenizer, context // RESULT_SHARE)
-        passage = self.find(expression)
+        try:
+            passage = self.find(expression)
+        except SearchFailed as error:
+            return str(error)
         return shortened(passage.text, tokenizer, context // RESULT_SHARE) if passage else NOTHING
 
 

@@ -12,7 +12,6 @@ A language's texts are in notes_XX.toml. Notes need not answer the question: onl
 lookup. Ways to ask and words are divided between the splits by their own text; in the test split half of the questions
 use training's ways.
 """
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -181,8 +180,7 @@ def words_of(language: str, kind: str, split: str) -> list[str]:
 
 def title_questions(library: Library, languages: Sequence[str], count: int) -> list[str]:
     """Questions about some titles of a library, in its passages' language: English or one of `languages`."""
-    rows = library.query("SELECT title, min(text) FROM passages WHERE length(title) < 40 GROUP BY title LIMIT 300",
-                         seconds=math.inf)
+    rows = library.query("SELECT title, min(text) FROM passages WHERE length(title) < 40 GROUP BY title LIMIT 300")
     written = trigrams(" ".join(text for _, text in rows))
     ways = {"What do my notes say about {n}?": TEXTS["lookup"] + TEXTS["stop_words"]}
     for language in languages:
