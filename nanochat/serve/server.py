@@ -4,6 +4,7 @@ import signal
 import socket
 from types import FrameType
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -15,6 +16,8 @@ WAIT_SECONDS = 60
 # Seconds after SIGTERM for answers to end, and then for clients to read the error that ends the others.
 DRAIN_SECONDS = 5
 CUT_SECONDS = 2
+# Seconds between the tests whether a client that has stopped sending is still there.
+PROBE_SECONDS = 1
 # Each connection is an open file, and many systems allow a process 1,024 of them.
 MAX_CONNECTIONS = 512
 
@@ -53,6 +56,24 @@ class ImpatientProtocol(H11Protocol):
         super().on_response_complete()
         # A short answer may have come and gone between two checks.
         self.turn_began = self.loop.time()
+
+    def eof_received(self) -> bool:
+        """True: a client that has sent its whole request, and closes its sending side, still gets its answer."""
+        waits = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        if waits:
+            self.cycle.keep_alive = False
+            self.loop.call_later(PROBE_SECONDS, self.probe)
+        return waits
+
+    def probe(self) -> None:
+        """
+        TCP does not tell a closed sending side from a client that has gone, but the second write to one that has gone
+        fails. Before the response HTTP/1.1 allows interim responses, which clients ignore.
+        """
+        waits = not self.cycle.response_started and not self.transport.is_closing()
+        if waits and self.conn.their_http_version == b"1.1":
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[])))
+            self.loop.call_later(PROBE_SECONDS, self.probe)
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
