@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import csv
 import io
+import itertools
 import json
 import lzma
 import os
@@ -205,8 +206,8 @@ def open_bytes(path: Path) -> IO[bytes]:
 def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
     """
     The encoding that reads a whole file without an error: UTF-8, or else the one that the user named; UserError, with a
-    guess, if neither does. Unless another is named, a few bad bytes among valid characters beyond ASCII are damage, and
-    noted. A file of ASCII bytes is also UTF-8, so a named 7-bit encoding comes first if it finds more than ASCII.
+    guess, if neither does. A few bad bytes among valid characters beyond ASCII are damage, and noted: another encoding
+    would read them all wrongly. A file of ASCII bytes is also UTF-8, so a named 7-bit encoding comes first if it finds more than ASCII.
     """
     named = codecs.lookup(encoding).name
     found = scan(path, "utf-8-sig")
@@ -217,14 +218,16 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
             raise UserError(f"{path} is not {encoding}: it has escapes of Japanese, Korean or Chinese, perhaps "
                             "--encoding=iso2022_jp or iso2022_kr; --encoding=ascii keeps them as they are")
         return "utf-8-sig"
+    found = scan(path, "utf-8", "replace")
+    bad = found["bad"]
+    # Damage has at least as many good characters as bad ones: each U+FFFD adds 2 to `more`.
+    if is_text(found) and found["more"] >= 3 * bad:
+        notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({bad:,})")
+        return "utf-8-sig"
     if is_text(scan(path, named)):
         return named
     found = scan(path, named, "replace")
     bad = found["bad"]
-    # Damage has at least as many good characters as bad ones: each U+FFFD adds 2 to `more`.
-    if named == "utf-8" and is_text(found) and found["more"] >= 3 * bad:
-        notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({bad:,})")
-        return "utf-8-sig"
     # Imported late: rarely needed.
     import charset_normalizer
 
@@ -327,22 +330,30 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
 
     with open_text(path, encoding, newline="") as file:
         first = file.readline()
+        # Excel's mark of a delimiter may stand above the names.
+        mark = re.fullmatch(r"sep=(.)\s*", first)
+        skipped = 1 if mark else 0
+        if mark:
+            delimiter = delimiter or mark[1]
+            first = file.readline()
     delimiter = delimiter or max(",;\t|", key=lambda mark: (field in names(mark), len(names(mark))))
     delimiter = "\t" if delimiter == "tab" else delimiter
     if len(delimiter) > 1 or delimiter in "\"\r\n":
         raise UserError(f"--delimiter={delimiter}: expected one character, or tab")
     with open_text(path, encoding, newline="") as file:
-        plain = delimiter in "\t|" and has_plain_quotation_marks(file, delimiter)
+        plain = delimiter in "\t|" and has_plain_quotation_marks(itertools.islice(file, skipped, None), delimiter)
     with open_text(path, encoding, newline="") as file:
-        rows = csv.DictReader(file, delimiter=delimiter, strict=True,
+        rows = csv.DictReader(itertools.islice(file, skipped, None), delimiter=delimiter, strict=True,
                               quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL)
         try:
+            if (rows.fieldnames or []).count(field) > 1:
+                raise UserError(f"{path}: two columns are called {field!r}; rename one, or choose with --field=…")
             for row in rows:
                 if None in row or None in row.values():
                     raise csv.Error(f"not as many fields as the {len(rows.fieldnames or ())} that the first line names")
-                yield f"{path}, line {rows.line_num}", row
+                yield f"{path}, line {skipped + rows.line_num}", row
         except csv.Error as error:
-            raise UserError(f"{path}, line {rows.reader.line_num}: {error}; it was read with {delimiter!r} between "
+            raise UserError(f"{path}, line {skipped + rows.reader.line_num}: {error}; it was read with {delimiter!r} between "
                             "fields, --delimiter=… names another, and with quotation marks doubled in quotations"
                             ) from error
 
