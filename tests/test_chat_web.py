@@ -375,7 +375,8 @@ HINTS = [
      "chat_template_kwargs": {"enable_thinking": False}, "keep_alive": -1, "reasoning": {"effort": "low"},
      "cache_prompt": True, "prompt_cache_retention": "24h", "max_tool_calls": 3},
     {"repeat_penalty": 1.0, "typical_p": 1, "min_p": 0.0, "truncation": "disabled", "best_of": 1},
-    {"max_tokens": 20.0, "seed": 1.0, "n": 1.0, "top_k": 0.0, "top_logprobs": 0.0}, {"truncation": "auto"}, {"stop": [f"</never {i}>" for i in range(20)]},
+    {"max_tokens": 20.0, "seed": 1.0, "n": 1.0, "top_k": 0.0, "top_logprobs": 0.0},
+    {"truncation": "auto"}, {"stop": [f"</never {i}>" for i in range(20)]},
     {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
 ]
 

@@ -630,7 +630,10 @@ def test_each_text_begins_at_its_languages_side(visit):
     ends = """element => {
         const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), range = document.createRange();
         const node = walker.nextNode(), length = node.data.length, box = element.getBoundingClientRect();
-        const side = (at) => { range.setStart(node, at); range.setEnd(node, at + 1); return range.getBoundingClientRect(); };
+        const side = (at) => {
+            range.setStart(node, at); range.setEnd(node, at + 1);
+            return range.getBoundingClientRect();
+        };
         return [side(0).left, side(length - 1).left, box.left, box.right, side(0).right];
     }"""
     me = visit()
