@@ -302,7 +302,7 @@ PARQUET = PARQUET.getvalue().to_pybytes()
     ("a.csv", b'text,id\n"x",1\n"y" z,2\n', "a.csv, line 3: ',' expected after .* --delimiter=… names"),
     ("a.csv", b'text,id\n"He said \\"x\\", C:",1\n"y",2\n', "a.csv, line 2: ',' expected .* doubled in quotations"),
     ("a.csv", b"text,id,text\nx,1,y\n", "a.csv: two columns are called 'text'"),
-    ("a.csv", b'sep=;\ntext;id\n"x" z;1\n', "a.csv, line 3: "),
+    ("a.csv", b"sep=;\r\ntext;id\r\nx;1\r\n", "a.csv begins with Excel's 'sep=;': remove that line; --delimiter="),
     ("a.txt.xz", lzma.compress(os.urandom(9000).hex().encode())[:5000], "cannot read .*a.txt.xz"),
     ("a.json", b"[1, 2]", "a.json, entry 1: no field 'text'; there is: int"),
     ("a.json", b'{"text": "x"}\n{"text"', "a.json, line 2: not JSON"),
@@ -402,12 +402,10 @@ def test_of_a_few_texts_in_different_languages_none_is_held_out_whole(inputs):
     ("a.csv", 'text\tlabel\n"{0}" he said\t1\n{1}\t0\n', {}),
     ("a.csv", '"name, given, family";text\nAda;{0}\nBob;{1}\n', {}),
     ("a.csv", "id,a;b;c;d,text\n1,2,{0}\n1,2,{1}\n", {}),
-    ("a.csv", "sep=;\r\nid,no;text;n,o\r\n1;{0};2\r\n2;{1};2\r\n", {}),
-    ("a.tsv", "sep=\t\nid\ttext\n1\t{0}\n2\t{1}\n", {}),
     ("a.csv", "id|text\n1|{0}\n2|{1}\n", {}),
     ("a.csv", "id:text\n1:{0}\n2:{1}\n", {"delimiter": ":"}),
     ("a.csv", "text\tid,no\n{0}\t1\n{1}\t2\n", {"delimiter": "tab"}),
-], ids=range(10))
+], ids=range(8))
 def test_csv_of_other_programs_keeps_its_rows(inputs, name, content, settings):
     """The oracle is the text that was written, whose marks may not join two rows."""
     pair = ["first words of one", "and those of another"]

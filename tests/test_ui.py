@@ -645,8 +645,8 @@ def test_each_text_begins_at_its_languages_side(visit):
     assert me.draft.evaluate("box => getComputedStyle(box).unicodeBidi") == "plaintext"
     me.ask(arabic)
     me.answers.locator("summary").click()
-    texts = [me.page.locator(".question > div"), me.answers.get_by_text("Where is it?"), me.answers.locator("q"),
-             me.answers.locator("li"), me.answers.locator("p", has_text=arabic).last, *me.answers.locator("td, th").all()]
+    texts = [me.page.locator(".question > div"), me.answers.get_by_text("Where is it?"),
+             me.answers.locator("p", has_text=arabic).last, *me.answers.locator("q, li, td, th").all()]
     me.button("Chats").click()
     texts.append(me.page.locator("#chatList .open span").first)
     for text in texts:

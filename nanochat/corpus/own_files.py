@@ -9,7 +9,6 @@ import codecs
 import contextlib
 import csv
 import io
-import itertools
 import json
 import lzma
 import os
@@ -207,7 +206,8 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
     """
     The encoding that reads a whole file without an error: UTF-8, or else the one that the user named; UserError, with a
     guess, if neither does. A few bad bytes among valid characters beyond ASCII are damage, and noted: another encoding
-    would read them all wrongly. A file of ASCII bytes is also UTF-8, so a named 7-bit encoding comes first if it finds more than ASCII.
+    would read all of these wrongly. A file of ASCII bytes is also UTF-8, so a named 7-bit encoding comes first if it
+    finds more than ASCII.
     """
     named = codecs.lookup(encoding).name
     found = scan(path, "utf-8-sig")
@@ -219,15 +219,13 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
                             "--encoding=iso2022_jp or iso2022_kr; --encoding=ascii keeps them as they are")
         return "utf-8-sig"
     found = scan(path, "utf-8", "replace")
-    bad = found["bad"]
     # Damage has at least as many good characters as bad ones: each U+FFFD adds 2 to `more`.
-    if is_text(found) and found["more"] >= 3 * bad:
-        notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({bad:,})")
+    if is_text(found) and found["more"] >= 3 * found["bad"]:
+        notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({found['bad']:,})")
         return "utf-8-sig"
     if is_text(scan(path, named)):
         return named
     found = scan(path, named, "replace")
-    bad = found["bad"]
     # Imported late: rarely needed.
     import charset_normalizer
 
@@ -238,8 +236,8 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
         if is_text(scan(path, guess.encoding)):
             advice = f"perhaps --encoding={guess.encoding}, which begins {str(guess)[:40]!r}"
             break
-    raise UserError(f"{path} is not {encoding}: {bad:,} of its {found['characters']:,} characters cannot be read; "
-                    f"{advice}")
+    raise UserError(f"{path} is not {encoding}: {found['bad']:,} of its {found['characters']:,} characters "
+                    f"cannot be read; {advice}")
 
 
 def scan(path: Path, encoding: str, errors: str = "strict") -> Counter:
@@ -330,30 +328,26 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
 
     with open_text(path, encoding, newline="") as file:
         first = file.readline()
-        # Excel's mark of a delimiter may stand above the names.
-        mark = re.fullmatch(r"sep=(.)\s*", first)
-        skipped = 1 if mark else 0
-        if mark:
-            delimiter = delimiter or mark[1]
-            first = file.readline()
+    if first.startswith("sep="):
+        raise UserError(f"{path} begins with Excel's {first.strip()!r}: remove that line; --delimiter=… says the same")
     delimiter = delimiter or max(",;\t|", key=lambda mark: (field in names(mark), len(names(mark))))
     delimiter = "\t" if delimiter == "tab" else delimiter
     if len(delimiter) > 1 or delimiter in "\"\r\n":
         raise UserError(f"--delimiter={delimiter}: expected one character, or tab")
+    if names(delimiter).count(field) > 1:
+        raise UserError(f"{path}: two columns are called {field!r}; rename one, or choose with --field=…")
     with open_text(path, encoding, newline="") as file:
-        plain = delimiter in "\t|" and has_plain_quotation_marks(itertools.islice(file, skipped, None), delimiter)
+        plain = delimiter in "\t|" and has_plain_quotation_marks(file, delimiter)
     with open_text(path, encoding, newline="") as file:
-        rows = csv.DictReader(itertools.islice(file, skipped, None), delimiter=delimiter, strict=True,
+        rows = csv.DictReader(file, delimiter=delimiter, strict=True,
                               quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL)
         try:
-            if (rows.fieldnames or []).count(field) > 1:
-                raise UserError(f"{path}: two columns are called {field!r}; rename one, or choose with --field=…")
             for row in rows:
                 if None in row or None in row.values():
                     raise csv.Error(f"not as many fields as the {len(rows.fieldnames or ())} that the first line names")
-                yield f"{path}, line {skipped + rows.line_num}", row
+                yield f"{path}, line {rows.line_num}", row
         except csv.Error as error:
-            raise UserError(f"{path}, line {skipped + rows.reader.line_num}: {error}; it was read with {delimiter!r} between "
+            raise UserError(f"{path}, line {rows.reader.line_num}: {error}; it was read with {delimiter!r} between "
                             "fields, --delimiter=… names another, and with quotation marks doubled in quotations"
                             ) from error
 

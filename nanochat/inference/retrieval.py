@@ -8,12 +8,10 @@ Passages to look up: one SQLite file with a full-text index (FTS5), which nanoch
 The index has stems, not words: `stems` (words.py) turns passages into stems when a library is made, and questions
 here.
 """
-import contextlib
 import difflib
 import math
 import threading
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,12 +75,13 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lock = threading.RLock()
-        self.work: float = math.inf  # that may still be done, in WORK_UNITs
+        self.lock = threading.Lock()
+        # What a lookup or search may still do, in WORK_UNITs; threads that search at once may share it.
+        self.work: float = math.inf
         if not path.is_file():
             names = sorted(other.stem for other in path.parent.glob("*.sqlite"))
-            there = f"; there is {', '.join(names)}{did_you_mean(path.stem, names)}" if names else ""
-            raise UserError(f"no library {path}: make it, {COMMAND}{there}")
+            there = f"there is {', '.join(names) or 'none'}{did_you_mean(path.stem, names)}"
+            raise UserError(f"no library {path}: make it, {COMMAND}; {there}")
         # immutable: no locks, which some network file systems lack. A library is replaced as a whole, never changed.
         self.connection = connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1")
         try:
@@ -99,18 +98,18 @@ class Library:
         The passage with this title; else with the shortest title that ends in it; else with a similarly spelled one;
         else with a name in it, such as libidn2-0 in "a libidn2-0 here"; else the best about its words.
         """
-        with self.limited():
-            title = title[:LONGEST]
-            passage = self.titled(title)
-            if passage:
-                return passage
-            key = key_of(title)
-            last = last_part(key)
-            parent = key.removesuffix(last)
-            others = self.query(ALIKE, last[:1], parent, len(last))
-            for other in difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR):
-                passage = self.titled(parent + other)
-            return passage or self.named_in(title) or self.search(title)
+        self.work = MOST_WORK
+        title = title[:LONGEST]
+        passage = self.titled(title)
+        if passage:
+            return passage
+        key = key_of(title)
+        last = last_part(key)
+        parent = key.removesuffix(last)
+        others = self.query(ALIKE, last[:1], parent, len(last))
+        for other in difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR):
+            passage = self.titled(parent + other)
+        return passage or self.named_in(title) or self.search(title)
 
     def titled(self, title: str) -> Passage | None:
         """The passage with this title; else with the shortest title that ends in it."""
@@ -128,19 +127,18 @@ class Library:
 
     def search(self, words: str) -> Passage | None:
         """The passage with these words as title; else the best about them; None if none has enough of them."""
-        with self.limited():
-            question = words[:LONGEST]
-            words = " ".join(telling_words(question))
-            return self.titled(words) or self.best_about(words, question) if words else None
-
-    def best_about(self, words: str, question: str) -> Passage | None:
-        """The best passage about a question's telling words."""
+        self.work = MOST_WORK
+        question = words[:LONGEST]
+        words = " ".join(telling_words(question))
+        if not words:
+            return None
+        named = self.titled(words)
+        if named:
+            return named
         # A compound is replaced by its parts, because the library may have them in other compounds.
         words = " ".join(part for word in words.split() for part in parts(word, self.count) or [word])
         # Sorted, so ties do not depend on the process's hash seed.
         weights = self.weights(sorted(set(stems(words))), common_stems(question))
-        if not weights:
-            return None
 
         def weight_in(found: list[str]) -> float:
             return sum(weights[stem] for stem in weights.keys() & set(found))
@@ -153,7 +151,7 @@ class Library:
         rare = [stem for stem in rarest if weights[stem] >= math.log(3)]
         if weight_in(rare) >= (1 - ENOUGH) * total:
             rarest = rare
-        rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest))
+        rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""')
         for title, text, place, before, *columns, score in rows:
             about, sentence, rest = map(str.split, columns)
             # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence, so its
@@ -187,16 +185,6 @@ class Library:
     def count(self, word: str) -> int:
         """How often the library has a word."""
         return sum(count for count, in self.query("SELECT count FROM known WHERE word = ?", word))
-
-    @contextlib.contextmanager
-    def limited(self) -> Iterator[None]:
-        """Within it all queries together may do MOST_WORK, and no other thread has a query."""
-        with self.lock:
-            self.work = MOST_WORK
-            try:
-                yield
-            finally:
-                self.work = math.inf
 
     def spend(self) -> bool:
         """Count a unit of work; True ends the query."""

@@ -10,7 +10,6 @@ If nothing is found, the result is "nothing", so the model can say so. If the li
 result is a sentence that says why, which the model quotes like a passage. A passage is data: special tokens in it are
 encoded as text. A passage that would fill the context is cut, at a sentence's end if possible.
 """
-import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,11 +55,14 @@ class Tools:
         self.copying = copying and library is not None
 
     def find(self, expression: str) -> Passage | None:
-        """The passage that a call finds. SearchFailed if the library is not read to the end."""
+        """The passage that a call finds; if the library is not read to the end, a sentence that says so."""
         call = TOOL_CALL.fullmatch(expression)
         if call is None or self.library is None or call[1] not in QUERIES:
             return None
-        return getattr(self.library, call[1])(call[3].strip())
+        try:
+            return getattr(self.library, call[1])(call[3].strip())
+        except SearchFailed as error:
+            return Passage(str(error), str(error), self.library.path.name)
 
     def source(self, parts: Sequence[dict[str, str]]) -> Passage | None:
         """The passage that a message's last part is, or is the beginning of; else None."""
@@ -69,9 +71,7 @@ class Tools:
         # Only the calls can tell: an "n" may be the beginning of "nothing" or of a passage.
         *before, call, _ = parts
         calls = sum(part["type"] == "python" and is_call(part["text"]) for part in before)
-        with contextlib.suppress(SearchFailed):
-            return self.find(call["text"]) if calls < MOST_CALLS else None
-        return None
+        return self.find(call["text"]) if calls < MOST_CALLS else None
 
     def wider(self, expression: str, questions: Sequence[str]) -> str | None:
         """
@@ -85,10 +85,7 @@ class Tools:
         last, *before = [question.rpartition("\n\n")[2] for question in questions[:-3:-1]]
         for words in [last, *(f"{last} {question}" for question in before)]:
             wider = f'search("{words}")'
-            try:
-                passage = self.find(wider) if len(words) <= MOST_WORDS else None
-            except SearchFailed:
-                return wider  # its result says so
+            passage = self.find(wider) if len(words) <= MOST_WORDS else None
             if passage and (words == last or shares_word(passage, last)):
                 return wider
         return None
@@ -105,10 +102,7 @@ class Tools:
             return NOTHING
         if call[1] == "spell":
             return shortened("-".join(call[3].strip()), tokenizer, context // RESULT_SHARE)
-        try:
-            passage = self.find(expression)
-        except SearchFailed as error:
-            return str(error)
+        passage = self.find(expression)
         return shortened(passage.text, tokenizer, context // RESULT_SHARE) if passage else NOTHING
 
 

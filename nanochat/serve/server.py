@@ -4,7 +4,6 @@ import signal
 import socket
 from types import FrameType
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -59,7 +58,7 @@ class ImpatientProtocol(H11Protocol):
 
     def eof_received(self) -> bool:
         """True: a client that has sent its whole request, and closes its sending side, still gets its answer."""
-        waits = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        waits = not self.is_clients_turn()
         if waits:
             self.cycle.keep_alive = False
             self.loop.call_later(PROBE_SECONDS, self.probe)
@@ -72,7 +71,7 @@ class ImpatientProtocol(H11Protocol):
         """
         waits = not self.cycle.response_started and not self.transport.is_closing()
         if waits and self.conn.their_http_version == b"1.1":
-            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[])))
+            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
             self.loop.call_later(PROBE_SECONDS, self.probe)
 
     def connection_lost(self, error: Exception | None) -> None:

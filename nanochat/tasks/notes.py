@@ -188,7 +188,7 @@ def title_questions(library: Library, languages: Sequence[str], count: int) -> l
         ways[texts["about"]] = grams(texts["lookup"] + texts["search"] + texts["n"])
     # A share, because a longer reference has more of any text's sequences.
     votes = Counter(max(ways, key=lambda way: len(grams(text) & ways[way]) / len(ways[way])) for _, text in rows)
-    way = max(ways, key=lambda way: votes[way])
+    way = max(ways, key=votes.__getitem__)
     titles = sorted((title for title, _ in rows), key=stable_hash)
     return [way.format(n=title) for title in titles[:count]]
 
