@@ -17,7 +17,11 @@ for argument in "$@"; do
         -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
         --folder=?*) folder=${argument#*=} folder=${folder/#\~/$HOME}
             [[ $folder == /* ]] || folder=$PWD/$folder  # a relative path begins where you are
-            [ -e "$folder" ] || { echo "error: no folder $folder: expected .txt, .md, … files" >&2; exit 2; } ;;
+            [ -e "$folder" ] || { echo "error: no folder $folder: expected .txt, .md, … files" >&2; exit 2; }
+            # The library is called after the folder or file; "python" is Python's own.
+            library=$(cd "$folder" 2>/dev/null && pwd) || { library=${folder##*/} library=${library%%.*}; }
+            library=${library##*/} library=${library//[^[:alnum:]_-]/-}
+            case $library in "" | [Pp]ython) library=my-$library ;; esac ;;
         --plan | --plan= | --plan=[!1-9]* | --plan=*[,x][Aa]100)  # A100s have 40 or 80 GB
             echo "error: $argument: expected --plan=8,H100,80: how many GPUs, which, and of how many GB" >&2; exit 2 ;;
         --plan=*) plan=${argument#*=} show=--show ;;
@@ -57,12 +61,12 @@ if [ -z "$plan" ]; then  # before anything is downloaded, three such steps on Py
     [ -z "$rehearsal" ] || { . runs/rehearsal.sh; exit; }
     NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR%/rehearsal}
 fi
-page=(python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder})
+page=(python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=$library})
 [ -z "$chat" ] || [ -n "$plan" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live
 # ---- The base model: text, the assistant's library, tokenizer, training, evaluation
 once data-climbmix -- python -m scripts.dataset --source=climbmix --num_shards=$SHARDS
 once library -- python -m scripts.library --source=python
-[ -z "$folder" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
+[ -z "$folder" ] || once folder -- python -m scripts.library --source="$folder" --name=$library
 once tokenizer-climbmix --needs data/climbmix/manifest.json --makes tokenizer/climbmix -- \
     python -m scripts.tok_train --data=climbmix --vocab_size=$VOCAB
 once base-$tag --needs data/climbmix/manifest.json tokenizer/climbmix --makes base_checkpoints/$tag -- \

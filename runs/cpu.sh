@@ -6,12 +6,12 @@ python -m scripts.choose_size --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/est
 tag=assistant-d$DEPTH made=report/sections/tinyworld/assistant-d$DEPTH
 batch="--total_batch_size=4096 --device_batch_size=8 --eval_tokens=32768"
 keep="--save_every=200 --keep_last=2"
-page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=folder})
+page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=$library})
 [ -z "${chat:-}" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live; then the chat
 # ---- The base model: text, the assistant's library, tokenizer, training, evaluation
 once data-tinyworld -- python -m scripts.dataset --source=tinyworld
 once library -- python -m scripts.library --source=python
-[ -z "${folder:-}" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
+[ -z "${folder:-}" ] || once folder -- python -m scripts.library --source="$folder" --name=$library
 once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/tinyworld -- \
     python -m scripts.tok_train --data=tinyworld --vocab_size=4096 --tasks="pydoc, run[:4000], notes[:6000]"
 # Heads of 64 learn to copy sooner than heads of 128; on text alone they were worse (docs/ablations.md). One warmdown

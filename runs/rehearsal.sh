@@ -8,7 +8,7 @@ judge=($run scripts.chat_eval --model_tag=$tag --max_problems=4 --tasks="arithme
 
 once data-tinyworld -- python -m scripts.dataset --source=tinyworld --num_shards=2 --shard_mb=1
 once library -- python -m scripts.library --source=python
-[ -z "$folder" ] || once folder -- python -m scripts.library --source="$folder" --name=folder
+[ -z "$folder" ] || once folder -- python -m scripts.library --source="$folder" --name=$library
 once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/tinyworld -- \
     python -m scripts.tok_train --data=tinyworld --vocab_size=1024
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
@@ -30,4 +30,4 @@ once rl-$tag --needs sft_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat
 once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- "${judge[@]}" --source=rl
 once report -- python -m scripts.report --model_tag=$tag
 echo "everything works; the models in $NANOCHAT_BASE_DIR have learned nothing"
-[ -z "$chat" ] || python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=folder}
+[ -z "$chat" ] || python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=$library}

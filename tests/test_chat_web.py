@@ -40,6 +40,7 @@ from nanochat.serve.app import create_app
 from nanochat.serve.openai_requests import MAX_BIASES, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError
 from nanochat.serve.served_model import Pending, ServedModel
+from nanochat.serve.server import PROBE_SECONDS
 
 KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log
@@ -301,7 +302,7 @@ def test_penalties_and_biases_are_the_engines(server, engines):
 
 
 @pytest.mark.parametrize("words, settings", [
-    ("max_tokens: .*integer", {"max_tokens": "3"}),
+    ("max_tokens: .*integer", {"max_tokens": "3"}), ("seed: .*integer", {"seed": 16.5}),
     ("logit_bias: .*at most 1024", {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}),
     ("needs logprobs=true", {"top_logprobs": 5}),
     ("stop: .*at most 32", {"stop": ["x"] * 33}), ("logit_bias", {"logit_bias": {"268": 1}}),
@@ -335,6 +336,7 @@ HINTS = [
      "chat_template_kwargs": {"enable_thinking": False}, "keep_alive": -1, "reasoning": {"effort": "low"},
      "cache_prompt": True, "prompt_cache_retention": "24h", "max_tool_calls": 3},
     {"repeat_penalty": 1.0, "typical_p": 1, "min_p": 0.0, "truncation": "disabled", "best_of": 1},
+    {"max_tokens": 20.0, "seed": 1.0, "n": 1.0, "top_k": 0.0, "top_logprobs": 0.0},
     {"truncation": "auto"}, {"stop": [f"</never {i}>" for i in range(20)]},
     {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
 ]
@@ -427,6 +429,12 @@ def test_bodies_that_are_none(server):
     responses.append((415, post("", "text/plain")))
     responses += [(404, server.http.get("/health/"))]   # not sent on to wherever Host says
     responses += [(404, server.http.get("/nope")), (405, server.http.get(CHAT))]
+    zipped = server.http.post(CHAT, content=b"\x1f\x8b", headers={
+        "Content-Type": "application/json", "Content-Encoding": "gzip"})
+    none = server.http.post("/v1/embeddings", json={})
+    for response, words in ((zipped, ("compressed", "gzip")), (none, ("/v1/embeddings", CHAT, "/v1/responses"))):
+        assert all(word in response.json()["error"]["message"] for word in words), response.text
+    responses += [(415, zipped), (404, none)]
     for status, response in responses:
         assert response.status_code == status and set(response.json()["error"]) == ERROR, response.text
 
@@ -463,8 +471,26 @@ def test_who_goes_away_frees_the_places(server, stream):
             server.ask(MARKER)
         assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "rate_limit_exceeded"
     server.pace.set(0.2)  # at which the clients' answers would last for half an hour
+    server.wait_until("waiting", 0)
     server.wait_until("running", 0)
-    assert server.load("waiting") == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_only_stops_sending_gets_its_answer(server, stream):
+    """As `nc -N` does, and some proxies. The answer takes longer than it takes to notice who has gone."""
+    asked = {"model": "tiny-sft", "messages": chat(MARKER), "max_tokens": 20, "temperature": 0, "stream": stream}
+    body = json.dumps(asked).encode()
+    whole = server.http.post(CHAT, json=asked | {"stream": False}).json()["choices"][0]["message"]["content"]
+    server.pace.set(4 * PROBE_SECONDS / 20)
+    with server.connect(len(body)) as raw:
+        raw.sendall(body)
+        raw.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: raw.recv(10**5), b""))
+    events = answer.partition(b"HTTP/1.1 200 OK")[2].partition(b"\r\n\r\n")[2]
+    said = events.split(b"data: ")[1:-1] if stream else [events]
+    found = [json.loads(one.partition(b"\n\n")[0])["choices"][0] for one in said if b'"choices"' in one]
+    parts = [one["delta"].get("content") or "" if stream else one["message"]["content"] for one in found]
+    assert whole and "".join(parts) == whole
 
 
 def test_one_request_leaves_places_for_others(server):

@@ -179,7 +179,10 @@ STAGES = ["base_train", "mid_train", "chat_sft", "chat_rl"]
 def test_what_is_run_on_gpus(tmp_path):
     """Three steps of the same shapes before anything is downloaded; then all stages. A rehearsal has the same steps."""
     stand_in(tmp_path, 3, f"RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=True {TWENTY}")
-    calls = speedrun(tmp_path, f"--folder={tmp_path}")
+    notes = [tmp_path / "nm" / name for name in ("My notes.2024", "python")]
+    for folder in notes:
+        folder.mkdir(parents=True)
+    calls = speedrun(tmp_path, f"--folder={notes[0]}")
     (place,) = (i for i, line in enumerate(calls) if "--num_iterations=3" in line)
     trained = {script: line for line in calls[place + 1 :] for script in STAGES if f"scripts.{script} " in line}
     assert list(trained) == STAGES
@@ -192,11 +195,12 @@ def test_what_is_run_on_gpus(tmp_path):
     tokens = 2 * 8 * 2048 * 2
     assert calls[place].partition(" torchrun ")[2] == f"{shape} --total_batch_size={tokens} --num_iterations=3"
     assert "climbmix" not in "".join(calls[:place])
-    assert f"once folder -- python -m scripts.library --source={tmp_path} --name=folder" in "".join(calls)
-    rehearsed = speedrun(tmp_path, "--rehearse", "--chat")
+    assert f"once folder -- python -m scripts.library --source={notes[0]} --name=My-notes-2024" in "".join(calls)
+    rehearsed = speedrun(tmp_path, "--rehearse", "--chat", f"--folder={notes[1]}")
     assert rehearsed[: place + 1] == calls[: place + 1], "the same, so that they are not done again"
     assert "--nproc_per_node=3 -m scripts.base_train" in "".join(rehearsed), "all GPUs"
     assert rehearsed[-1].startswith("-m scripts.chat_web --source=rl --model_tag=reh")
+    assert rehearsed[-1].endswith(" --library=my-python"), "python is the library of Python itself"
 
 
 def test_nothing_is_downloaded_where_three_steps_fail(tmp_path):

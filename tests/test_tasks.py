@@ -608,7 +608,9 @@ USER = {"role": "user", "content": "x"}
     ({"conversations": [{"from": "human", "value": "x"}, {"from": "bing", "value": "y"}]}, "message 2 has role 'bing'"),
     ({"conversations": [{"from": "gpt", "value": "x"}]}, "must take turns, the user first"),
     ('{"messages": [', "not JSON"), (17, "messages.*; there is: int"), ([], "no messages"),
-    (single_turn("a", "b")["messages"][:1], "last message"), (single_turn("a", ""), "message 2 is an empty answer"),
+    (single_turn("a", "b")["messages"][:1], "last message"), *((
+        single_turn("a", blank), "message 2 is an empty answer") for blank in (
+        "", " \u3000\n", [{"type": "text", "text": ""}], [{"type": "text", "text": " ", "weight": 0}])),
 ])
 def test_what_is_no_conversation_is_named_with_its_place_and_what_is_there(tmp_path, row, problem: str):
     line = row if isinstance(row, str) else json.dumps(row)

@@ -625,6 +625,39 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     wait_until(lambda: me.clipboard() == "def merge(a, b):\n    return a", me.page)
 
 
+def test_each_text_begins_at_its_languages_side(visit):
+    """Arabic: the first letter is the line's rightmost, its question mark the leftmost; beside it English as ever."""
+    ends = """element => {
+        const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), range = document.createRange();
+        const node = walker.nextNode(), length = node.data.length, box = element.getBoundingClientRect();
+        const side = (at) => {
+            range.setStart(node, at); range.setEnd(node, at + 1);
+            return range.getBoundingClientRect();
+        };
+        return [side(0).left, side(length - 1).left, box.left, box.right, side(0).right];
+    }"""
+    me = visit()
+    arabic = "أين المفتاح؟"
+    passage = {"type": "python_output", "text": arabic, "source": {"title": arabic, "place": "a.md:1"}}
+    me.reply({"part": {"type": "python", "text": "search('x')"}}, {"part": passage},
+             {"content": f"So:\n\n{arabic}\n\n- {arabic}\n\nWhere is it?\n\n|{arabic}|b|\n|-|-|\n|{arabic}|c|\n"})
+    me.draft.fill(arabic)
+    assert me.draft.evaluate("box => getComputedStyle(box).unicodeBidi") == "plaintext"
+    me.ask(arabic)
+    me.answers.locator("summary").click()
+    texts = [me.page.locator(".question > div"), me.answers.get_by_text("Where is it?"),
+             me.answers.locator("p", has_text=arabic).last, *me.answers.locator("q, li, td, th").all()]
+    me.button("Chats").click()
+    texts.append(me.page.locator("#chatList .open span").first)
+    for text in texts:
+        first, last, left, right, edge = text.evaluate(ends)
+        content = text.inner_text()
+        if arabic in content and "looked" not in content:
+            assert last < first and right - edge < 20 < edge - left, content
+        else:
+            assert (first < last or len(content) == 1) and first - left < 20, content
+
+
 def test_past_chats_are_kept_opened_deleted_and_limited(visit):
     """In this browser, for other tabs too; the newest first; what does not fit goes, the oldest first."""
     me = visit()

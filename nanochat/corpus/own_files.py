@@ -205,8 +205,9 @@ def open_bytes(path: Path) -> IO[bytes]:
 def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
     """
     The encoding that reads a whole file without an error: UTF-8, or else the one that the user named; UserError, with a
-    guess, if neither does. Unless another is named, a few bad bytes among valid characters beyond ASCII are damage, and
-    noted. A file of ASCII bytes is also UTF-8, so a named 7-bit encoding comes first if it finds more than ASCII.
+    guess, if neither does. A few bad bytes among valid characters beyond ASCII are damage, and noted: another encoding
+    would read all of these wrongly. A file of ASCII bytes is also UTF-8, so a named 7-bit encoding comes first if it
+    finds more than ASCII.
     """
     named = codecs.lookup(encoding).name
     found = scan(path, "utf-8-sig")
@@ -217,14 +218,14 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
             raise UserError(f"{path} is not {encoding}: it has escapes of Japanese, Korean or Chinese, perhaps "
                             "--encoding=iso2022_jp or iso2022_kr; --encoding=ascii keeps them as they are")
         return "utf-8-sig"
+    found = scan(path, "utf-8", "replace")
+    # Damage has at least as many good characters as bad ones: each U+FFFD adds 2 to `more`.
+    if is_text(found) and found["more"] >= 3 * found["bad"]:
+        notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({found['bad']:,})")
+        return "utf-8-sig"
     if is_text(scan(path, named)):
         return named
     found = scan(path, named, "replace")
-    bad = found["bad"]
-    # Damage has at least as many good characters as bad ones: each U+FFFD adds 2 to `more`.
-    if named == "utf-8" and is_text(found) and found["more"] >= 3 * bad:
-        notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({bad:,})")
-        return "utf-8-sig"
     # Imported late: rarely needed.
     import charset_normalizer
 
@@ -235,8 +236,8 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
         if is_text(scan(path, guess.encoding)):
             advice = f"perhaps --encoding={guess.encoding}, which begins {str(guess)[:40]!r}"
             break
-    raise UserError(f"{path} is not {encoding}: {bad:,} of its {found['characters']:,} characters cannot be read; "
-                    f"{advice}")
+    raise UserError(f"{path} is not {encoding}: {found['bad']:,} of its {found['characters']:,} characters "
+                    f"cannot be read; {advice}")
 
 
 def scan(path: Path, encoding: str, errors: str = "strict") -> Counter:
@@ -327,10 +328,14 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
 
     with open_text(path, encoding, newline="") as file:
         first = file.readline()
+    if first.startswith("sep="):
+        raise UserError(f"{path} begins with Excel's {first.strip()!r}: remove that line; --delimiter=… says the same")
     delimiter = delimiter or max(",;\t|", key=lambda mark: (field in names(mark), len(names(mark))))
     delimiter = "\t" if delimiter == "tab" else delimiter
     if len(delimiter) > 1 or delimiter in "\"\r\n":
         raise UserError(f"--delimiter={delimiter}: expected one character, or tab")
+    if names(delimiter).count(field) > 1:
+        raise UserError(f"{path}: two columns are called {field!r}; rename one, or choose with --field=…")
     with open_text(path, encoding, newline="") as file:
         plain = delimiter in "\t|" and has_plain_quotation_marks(file, delimiter)
     with open_text(path, encoding, newline="") as file:

@@ -11,13 +11,12 @@ here.
 import difflib
 import math
 import threading
-import time
 import unicodedata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.inference.words import common_stems, normal_form, parts, stems, telling_words
-from nanochat.runtime.errors import UserError
+from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import base_dir
 
 try:
@@ -36,8 +35,11 @@ ENOUGH = 0.5
 FORM = "3"
 # The lowest difflib ratio for the last part of a misspelled title.
 SIMILAR = 0.85
-# Seconds for a query of `lookup` and `search`. They take milliseconds, except on a slow disk.
-TIME_LIMIT = 0.25
+# The most work of one `lookup` or `search`, in units of WORK_UNIT steps of SQLite's virtual machine: half a second to a
+# second of a core. Work, not time: a busy machine must find what an idle one finds. 300,000 passages that all have all
+# of a question's words take 450 units, and 840 with the comparison of titles.
+MOST_WORK = 1000
+WORK_UNIT = 10_000
 # Characters of a question that are read.
 LONGEST = 256
 
@@ -61,17 +63,25 @@ class Passage(NamedTuple):
     place: str  # such as "notes/wine.md:14"
 
 
+class SearchFailed(UserError):
+    """The library was not read to the end, so "nothing" would be wrong. The message is a sentence for the user."""
+
+
 class Library:
     """
-    A library, open for reading in any number of threads. A query that fails (a damaged page of the file, the time
-    limit) finds nothing. UserError, one line, if the file is not a library.
+    A library, open for reading in any number of threads. `lookup` and `search` raise SearchFailed at a damaged page of
+    the file, and after MOST_WORK. UserError, one line, if the file is not a library.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = threading.Lock()
+        # What a lookup or search may still do, in WORK_UNITs; threads that search at once may share it.
+        self.work: float = math.inf
         if not path.is_file():
-            raise UserError(f"no library {path}: make it, {COMMAND}")
+            names = sorted(other.stem for other in path.parent.glob("*.sqlite"))
+            there = f"there is {', '.join(names) or 'none'}{did_you_mean(path.stem, names)}"
+            raise UserError(f"no library {path}: make it, {COMMAND}; {there}")
         # immutable: no locks, which some network file systems lack. A library is replaced as a whole, never changed.
         self.connection = connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1")
         try:
@@ -81,13 +91,14 @@ class Library:
                 raise ValueError("made by another version")
         except (sqlite3.Error, LookupError, ValueError) as error:
             raise UserError(f"{path} is no library, or damaged ({error}): make it again, {COMMAND}") from error
-        self.connection.set_progress_handler(lambda: time.monotonic() > self.deadline, 10_000)
+        self.connection.set_progress_handler(self.spend, WORK_UNIT)
 
     def lookup(self, title: str) -> Passage | None:
         """
         The passage with this title; else with the shortest title that ends in it; else with a similarly spelled one;
         else with a name in it, such as libidn2-0 in "a libidn2-0 here"; else the best about its words.
         """
+        self.work = MOST_WORK
         title = title[:LONGEST]
         passage = self.titled(title)
         if passage:
@@ -116,6 +127,7 @@ class Library:
 
     def search(self, words: str) -> Passage | None:
         """The passage with these words as title; else the best about them; None if none has enough of them."""
+        self.work = MOST_WORK
         question = words[:LONGEST]
         words = " ".join(telling_words(question))
         if not words:
@@ -134,7 +146,12 @@ class Library:
         total = sum(weights.values())
         ranking, firsts = [], {}
         rarest = sorted(weights, key=weights.get)[-TERMS:]
-        rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest))
+        # BM25 gives no weight to a stem that half of the passages have, but ranking those takes most of the time. A
+        # passage that has only such stems is no answer if they have less than ENOUGH of the question's weight.
+        rare = [stem for stem in rarest if weights[stem] >= math.log(3)]
+        if weight_in(rare) >= (1 - ENOUGH) * total:
+            rarest = rare
+        rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""')
         for title, text, place, before, *columns, score in rows:
             about, sentence, rest = map(str.split, columns)
             # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence, so its
@@ -169,14 +186,21 @@ class Library:
         """How often the library has a word."""
         return sum(count for count, in self.query("SELECT count FROM known WHERE word = ?", word))
 
-    def query(self, statement: str, *values: Any, seconds: float | None = None) -> list[tuple]:
-        """All rows; none if the file cannot be read or time is up: `seconds`, or TIME_LIMIT."""
+    def spend(self) -> bool:
+        """Count a unit of work; True ends the query."""
+        self.work -= 1
+        return self.work < 0
+
+    def query(self, statement: str, *values: Any) -> list[tuple]:
+        """All rows. Text that no library can have, such as half of a surrogate pair, is in no row."""
         with self.lock:
-            self.deadline = time.monotonic() + (TIME_LIMIT if seconds is None else seconds)
             try:
                 return self.connection.execute(statement, values).fetchall()
-            except (sqlite3.Error, UnicodeError):
+            except UnicodeError:
                 return []
+            except sqlite3.Error as error:
+                why = "The search took too long." if self.work < 0 else "The library is damaged."
+                raise SearchFailed(why) from error
 
 
 def connect(address: str) -> "sqlite3.Connection":

@@ -6,7 +6,8 @@ The assistant's tools: what may stand between <|python_start|> and <|python_end|
     lookup('str.partition')         the passage with that title in a library
     search('split three parts')     the best passage about these words
 
-If nothing is found, the result is "nothing", so the model can say so. A passage is data: special tokens in it are
+If nothing is found, the result is "nothing", so the model can say so. If the library was not searched to the end, the
+result is a sentence that says why, which the model quotes like a passage. A passage is data: special tokens in it are
 encoded as text. A passage that would fill the context is cut, at a sentence's end if possible.
 """
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
-from nanochat.inference.retrieval import Library, Passage, library_path
+from nanochat.inference.retrieval import Library, Passage, SearchFailed, library_path
 from nanochat.inference.words import common_stems, stems, telling_words
 
 NOTHING = "nothing"
@@ -54,11 +55,14 @@ class Tools:
         self.copying = copying and library is not None
 
     def find(self, expression: str) -> Passage | None:
-        """The passage that a call finds."""
+        """The passage that a call finds; if the library is not read to the end, a sentence that says so."""
         call = TOOL_CALL.fullmatch(expression)
         if call is None or self.library is None or call[1] not in QUERIES:
             return None
-        return getattr(self.library, call[1])(call[3].strip())
+        try:
+            return getattr(self.library, call[1])(call[3].strip())
+        except SearchFailed as error:
+            return Passage(str(error), str(error), self.library.path.name)
 
     def source(self, parts: Sequence[dict[str, str]]) -> Passage | None:
         """The passage that a message's last part is, or is the beginning of; else None."""

@@ -33,6 +33,9 @@ async def read_body(http: HttpRequest) -> bytes:
     # Browsers let any page post other types to any address without a preflight request.
     if kind != "application/json":
         raise ApiError(415, "the body must be JSON: Content-Type: application/json")
+    encoding = http.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise ApiError(415, f"compressed bodies are not read: send it without Content-Encoding: {encoding:.80}")
     body = bytearray()
     try:
         async for part in http.stream():
@@ -49,6 +52,8 @@ async def show_error(http: HttpRequest, error: HTTPException) -> Response:
     # Other exceptions come from the router.
     if not isinstance(error, ApiError):
         words = f"{error.detail}: {http.method} {http.scope['path']:.80}"
+        if error.status_code == 404:
+            words += f"; this server has {', '.join(route.path for route in http.app.routes)}"
         error = ApiError(error.status_code, words, headers=error.headers)
     return JSONResponse(error.body(), error.status_code, error.headers)
 

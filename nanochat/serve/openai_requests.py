@@ -127,7 +127,9 @@ class BaseRequest(BaseModel):
             raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
         if not isinstance(fields, dict):
             raise ApiError(400, "the body must be a JSON object")
-        fields = {name: value for name, value in fields.items() if value is not None}
+        # Some clients write every number with a point.
+        fields = {name: int(value) if isinstance(value, float) and value.is_integer() else value
+                  for name, value in fields.items() if value is not None}
         for newer in ("max_completion_tokens", "max_output_tokens"):
             if newer in fields:
                 fields["max_tokens"] = fields.pop(newer)

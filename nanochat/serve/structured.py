@@ -3,9 +3,10 @@ Answers of a prescribed form: JSON, JSON that fits a schema, a function call. ll
 compiles a grammar, which says after every token which tokens may come next; the engine draws only among these.
 
 JSON has no blanks between its tokens: a model that may write blanks may write nothing else until max_tokens. For the
-same reason an object has only the properties that its schema lists, unless additionalProperties says otherwise, an
-integer without limits must fit a float64 exactly, a time has at most six digits after the point, and each number of a
-duration at most nine.
+same reason an object has only the properties that its schema lists, unless additionalProperties says otherwise, a
+number without limits lies where a float64 holds every integer, and has no exponent and at most nine digits after the
+point unless multipleOf allows more, a time has at most six digits after the point, and each number of a duration at
+most nine.
 """
 import copy
 import functools
@@ -74,7 +75,7 @@ def json_grammar(schema: Json) -> str:
 def close(root: Json) -> None:
     """
     Close what a schema leaves open: an object that lists its properties, and does not mention others, gets no others;
-    integers, times and durations get limits. If a schema describes one object in several parts, closing a part would
+    numbers, times and durations get limits. If a schema describes one object in several parts, closing a part would
     exclude the properties of the other parts, so all its objects stay open.
     """
     schemas = [root]
@@ -95,10 +96,11 @@ def close(root: Json) -> None:
         types = schema.get("type")
         if not isinstance(types, list):
             types = [types]
-        # If numbers are also allowed, or values are listed, limits are not needed.
-        if "integer" in types and "number" not in types and not schema.keys() & {"const", "enum"}:
+        if ("integer" in types or "number" in types) and not schema.keys() & {"const", "enum"}:
             schema.setdefault("minimum", -MAX_INTEGER)
             schema.setdefault("maximum", MAX_INTEGER)
+            if "number" in types:
+                schema.setdefault("multipleOf", 1e-9)
         for format, pattern in FINITE.items():
             if schema.get("format") == format:
                 schema.setdefault("pattern", pattern)

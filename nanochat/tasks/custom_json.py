@@ -100,7 +100,7 @@ def read_conversation(row: Any, place: str, unused: Counter) -> Conversation:
     if turns[-1]["role"] != "assistant":
         raise UserError(f"{place}: the last message must be the assistant's, because only its answers are learned")
     for number, turn in enumerate(turns, 1):
-        if turn["role"] == "assistant" and not turn["content"]:
+        if turn["role"] == "assistant" and not any(part["text"].strip() for part in parts(turn["content"])):
             raise UserError(f"{place}: message {number} is an empty answer; write one, or remove the conversation")
     return {"messages": turns}
 

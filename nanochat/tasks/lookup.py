@@ -17,7 +17,6 @@ only copying helps. A call's text begins with a blank if the question has one th
 
 The task pydoc holds out the same objects. Made-up names are split like objects, ways to ask by their own text.
 """
-import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -319,7 +318,7 @@ def objects(split: str) -> list[tuple[str, str]]:
 def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
     """(title, text) of a split's passages that can be asked about, at most SIZES[split], the same each time."""
     library = open_tools(path).library
-    rows = library.query("SELECT title, text, place FROM passages ORDER BY id", seconds=math.inf)
+    rows = library.query("SELECT title, text, place FROM passages ORDER BY id")
     found = []
     for index in shuffled(len(rows), f"{tool}:passages"):
         title, text, _ = rows[index]

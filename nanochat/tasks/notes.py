@@ -12,7 +12,7 @@ A language's texts are in notes_XX.toml. Notes need not answer the question: onl
 lookup. Ways to ask and words are divided between the splits by their own text; in the test split half of the questions
 use training's ways.
 """
-import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -180,20 +180,20 @@ def words_of(language: str, kind: str, split: str) -> list[str]:
 # ---- Examples for a user's own library
 
 def title_questions(library: Library, languages: Sequence[str], count: int) -> list[str]:
-    """Questions about some titles of a library, in its passages' language: English or one of `languages`."""
-    rows = library.query("SELECT title, min(text) FROM passages WHERE length(title) < 40 GROUP BY title LIMIT 300",
-                         seconds=math.inf)
-    written = trigrams(" ".join(text for _, text in rows))
-    ways = {"What do my notes say about {n}?": TEXTS["lookup"] + TEXTS["stop_words"]}
+    """Questions about some titles of a library, in most passages' language: English or one of `languages`."""
+    rows = library.query("SELECT title, min(text) FROM passages WHERE length(title) < 40 GROUP BY title LIMIT 300")
+    ways = {"What do my notes say about {n}?": grams(TEXTS["lookup"] + TEXTS["stop_words"])}
     for language in languages:
         texts = texts_of(language)
-        ways[texts["about"]] = texts["lookup"] + texts["search"] + texts["n"]
-    way = max(ways, key=lambda way: len(written & trigrams(ways[way])))
+        ways[texts["about"]] = grams(texts["lookup"] + texts["search"] + texts["n"])
+    # A share, because a longer reference has more of any text's sequences.
+    votes = Counter(max(ways, key=lambda way: len(grams(text) & ways[way]) / len(ways[way])) for _, text in rows)
+    way = max(ways, key=votes.__getitem__)
     titles = sorted((title for title, _ in rows), key=stable_hash)
     return [way.format(n=title) for title in titles[:count]]
 
 
-def trigrams(text: str) -> set[str]:
-    """All sequences of three characters; they tell languages apart."""
+def grams(text: str) -> set[str]:
+    """All sequences of two to four characters; they tell languages apart."""
     text = " ".join(text.lower().split())
-    return {text[start : start + 3] for start in range(len(text) - 2)}
+    return {text[start : start + length] for length in (2, 3, 4) for start in range(len(text) - length + 1)}
