@@ -15,7 +15,7 @@ from test_base_train import TINY
 from test_ui import ALPHABET, CHROMIUM, Visit, browser, wait_until, write_model  # noqa: F401
 
 from nanochat.serve import runs
-from nanochat.serve.runs import Runs, Stage
+from nanochat.serve.runs import Runs
 from nanochat.training.records import ESTIMATE, STEPS_LOG
 from nanochat.training.run_report import write_section
 from scripts.once import once
@@ -40,12 +40,13 @@ def state(watched: Runs) -> dict:
 
 def test_a_log_is_read_as_it_grows_and_again_when_it_is_written_anew(base_folder):
     """Half a line counts once it is whole; a resumed run replaces the file; what is left is told by the median."""
-    path = write_run(base_folder, "base", "d1", [{"step": 0, "val/bpb": 3.5, "val/floor": 0.5}, record(0)], end="")
+    half = json.dumps(record(0))
+    path = write_run(base_folder, "base", "d1", [{"step": 0, "val/bpb": 3.5, "val/floor": 0.5}, half[:20]], end="")
     watched = Runs()
     [run] = state(watched)["runs"]
     assert run["tag"] == "d1" and run["stages"]["base"]["curves"] == {"val/bpb": [[0, 3.5]]}
     with open(path, "a") as file:
-        file.write("\n" + json.dumps(record(1, **{"train/dt": 100.0})) + "\n" + json.dumps(record(2)) + "\n")
+        file.write(half[20:] + "\n" + json.dumps(record(1, **{"train/dt": 100.0})) + "\n" + json.dumps(record(2)) + "\n")
     stage = state(watched)["runs"][0]["stages"]["base"]
     assert stage["curves"]["train/loss"] == [[0, 8], [1, 4], [2, 2.6667]] and stage["elapsed"] == 101
     assert (stage["step"], stage["steps"], stage["left"], stage["done"]) == (3, 1000, 0.5 * 997, False)
@@ -74,53 +75,37 @@ def test_runs_come_in_the_order_of_their_records(base_folder):
 
 
 def test_a_long_curve_is_the_mean_of_neighbours(base_folder, monkeypatch):
-    """More points than are kept, and a file longer than what is read at once."""
     monkeypatch.setattr(runs, "POINTS", 16)
-    monkeypatch.setattr(runs, "READ_BYTES", 2000)
-    path = write_run(base_folder, "mid", "d1", [record(step) for step in range(100)])
-    watched = Runs()
-    for _ in range(path.stat().st_size // 2000 + 1):
-        shown = state(watched)["runs"][0]["stages"]["mid"]
-    width = 8  # 100 points by eights are fewer than 16, by fours are not
+    write_run(base_folder, "mid", "d1", [record(step) for step in range(100)])
+    shown = state(Runs())["runs"][0]["stages"]["mid"]
+    width = 7  # 100 points by sevens are fewer than 16, by sixes are not
     expected = [[fmean(group), fmean(8 / (1 + step) for step in group)]
                 for group in (range(100)[start : start + width] for start in range(0, 100, width))]
     assert sum(shown["curves"]["train/loss"], []) == pytest.approx(sum(expected, []), rel=1e-4)
     assert shown["step"] == 100
 
 
-def test_damaged_and_foreign_files_hurt_nobody(base_folder, tmp_path, monkeypatch):
-    """Lines that are no records, numbers that are none, links out of the folder, a pipe, sections of any shape."""
-    monkeypatch.setattr(runs, "FILE_BYTES", 700)
+def test_damaged_files_hurt_nobody(base_folder):
+    """Lines that are no records, numbers that are none, a pipe and a folder in the place of a log, odd sections."""
     write_run(base_folder, "base", "<b>odd", [
         "", "{", "[1]", "[" * 99_999, '{"step": 1e999}', '{"step": 1, "train/loss": NaN, "val/bpb": 1e999}',
         f'{{"step": 2, "train/loss": 1{"0" * 400}}}', '{"step": "3", "train/loss": 1}',
-        '{"step": 4, "sample": "x"}', '{"step": 5, "sample": [["q", "' + "a" * 20_000 + '"]]}', record(6)])
-    secret = write_run(tmp_path / "elsewhere", "base", "secret", [record(0)])
+        '{"step": 4, "sample": "x"}', record(6)])
     (base_folder / "mid_checkpoints" / "pipe").mkdir(parents=True)
     os.mkfifo(base_folder / "mid_checkpoints" / "pipe" / "metrics.jsonl")
-    (base_folder / "mid_checkpoints" / "link").symlink_to(secret.parent)
-    gone = write_run(base_folder, "mid", "<b>odd", [record(1)])
-
-    def remove_and_read(stage: Stage, read=Stage.read) -> None:
-        gone.unlink(missing_ok=True)
-        read(stage)
-
-    monkeypatch.setattr(Stage, "read", remove_and_read)
+    (base_folder / "mid_checkpoints" / "folder" / "metrics.jsonl").mkdir(parents=True)
     sections = base_folder / "report" / "sections" / "data" / "<b>odd"
     sections.mkdir(parents=True)
     write_section("chat_eval_sft", "Chat", "", "sft", {"Lookup": "93.2%"}, data="data", model_tag="<b>odd")
     (sections / "chat_eval_base.json").write_text('{"model": "base", "results": {"huge": 1e999}}')
     (sections / "chat_eval_mid.json").write_text('{"model": "mid", "results": {"Lookup": NaN}}')
-    (sections / "chat_eval_rl.json").write_text(json.dumps({"model": "rl", "results": {"Lookup": "x" * 700}}))
     (sections / "base_eval.json").write_text("half of a sect")
     steps = base_folder / "once" / "steps.jsonl"
     steps.parent.mkdir()
     steps.write_text('{"name": "a", "began": 1}\n{"name": "a", "began": 1, "ended": 3, "code": 0}\nhalf\n[1]\n')
     before = {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}
     shown = state(Runs())
-    del before[gone], before[gone.parent]   # the test itself removed it from its folder
-    after = {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}
-    assert after.pop(gone.parent) and before == after, "nothing is written"
+    assert before == {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}, "nothing is written"
     [run] = shown["runs"]
     assert run["tag"] == "<b>odd" and run["results"] == {"Lookup": {"sft": "93.2%"}, "huge": {"base": None}}
     assert run["stages"]["base"]["curves"] == {"train/loss": [[6, 1.1429]]}
