@@ -34,7 +34,7 @@ from nanochat.serve.served_model import Pending, ServedModel
 from nanochat.serve.structured import compile_grammar
 
 # Grammars that are compiled at once: each takes one of the few threads that also parse requests, for seconds at most.
-COMPILERS = 2
+COMPILERS = 4
 FOLDER = Path(__file__).parent
 # Files that become part of the page, one document.
 PARTS = "watch.css", "watch.js", "inside.js"
