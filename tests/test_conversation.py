@@ -155,10 +155,10 @@ def test_rendering_in_several_processes_is_the_same_and_reports_errors(monkeypat
             raise UserError("not 2")
         return item * os.getpid()
 
-    assert in_processes(work, [1]) == [os.getpid()] and len({*in_processes(work, [1, 1, 1])}) == 3
+    assert in_processes(work, [1]) == [os.getpid()] and os.getpid() not in in_processes(work, [1, 1, 1])
     with pytest.raises(UserError, match="not 2"):
         in_processes(work, [1, 1, 2])
-    with pytest.raises(RuntimeError, match="ended"):
+    with pytest.raises(RuntimeError, match="terminated"):
         in_processes(lambda item: item or os.kill(os.getpid(), 9), [1, 0])
 
 
