@@ -46,7 +46,8 @@ def test_a_log_is_read_as_it_grows_and_again_when_it_is_written_anew(base_folder
     [run] = state(watched)["runs"]
     assert run["tag"] == "d1" and run["stages"]["base"]["curves"] == {"val/bpb": [[0, 3.5]]}
     with open(path, "a") as file:
-        file.write(half[20:] + "\n" + json.dumps(record(1, **{"train/dt": 100.0})) + "\n" + json.dumps(record(2)) + "\n")
+        lines = half[20:], json.dumps(record(1, **{"train/dt": 100.0})), json.dumps(record(2)), ""
+        file.write("\n".join(lines))
     stage = state(watched)["runs"][0]["stages"]["base"]
     assert stage["curves"]["train/loss"] == [[0, 8], [1, 4], [2, 2.6667]] and stage["elapsed"] == 101
     assert (stage["step"], stage["steps"], stage["left"], stage["done"]) == (3, 1000, 0.5 * 997, False)
