@@ -25,9 +25,7 @@ from configurator import read_arguments, read_settings
 from nanochat.corpus.make_dataset import OFFLINE
 from nanochat.runtime.errors import UserError
 
-# The log's archive is history: its names need not exist any more.
-PAGES = sorted({*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"}
-               - {REPO / "docs/LOG-archive.md"})
+PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
 
 
