@@ -313,7 +313,7 @@ def layouts() -> str:
 
 FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, torus, hosts), "zero.md": (example,),
             "memory.md": (mfu, fits), "pipeline.md": (streams,),
-            "rules.md": (rules, layouts), "two_loops.md": (rows,),
+            "many_gpus.md": (rules, layouts), "two_loops.md": (rows,),
             "ablations.md": (orthogonal,)}
 
 
