@@ -43,8 +43,8 @@ def links() -> str:
     stage 3 gathers 2 bytes besides. The 2 bytes that stage 3 gathers during a forward pass take fewer rows.
     """
     lines = []
-    for name, link in LINKS.items():
-        line = [f"`{name}`"]
+    for name in ("nvlink5", "nvlink4", "pcie5", "ndr", "eth10"):
+        link, line = LINKS[name], [f"`{name}`"]
         for stage in (1, 2, 3):
             step = plan_step(CONFIGS["modern"], Cluster(8, 8, link, link), Layout(stage, 8, 8, 4), RATE, BF16, 2**19)
             line.append(f"{1e3 * step.within / link.bandwidth:,.0f}")
