@@ -26,7 +26,7 @@ from nanochat.runtime.tables import markdown_table
 block = PageBlock("many_gpus.md", "bench.many_gpus", write)
 
 DEPTHS = (24, 32, 48, 96)    # of the picture
-TABLES = (24, 96)            # of these the page has a table, too
+TABLE = 24                   # of this one the page has a table, too
 SIZES = [8 << i for i in range(11) if 8 << i <= most_gpus]
 PER_HOST = 8
 MEMORY = 80 * GIB
@@ -90,7 +90,7 @@ axes = figure.subplots()
 parts = []
 for depth in DEPTHS:
     table, reached = scale(depth)
-    if depth in TABLES:
+    if depth == TABLE:
         parts.append(table)
     axes.semilogx(list(reached), list(reached.values()), ".-", base=2, label=f"depth {depth}")
 axes.set(xlabel="GPUs; a line ends where each has one row", ylabel="MFU", xticks=SIZES, ylim=(0, 0.55))

@@ -184,7 +184,7 @@ def test_text_that_a_formula_makes_is_what_it_makes(tmp_path):
     assert result.returncode == 0, result.stderr
     lines = PageBlock("many_gpus.md", "bench.many_gpus", write=False).find()[1].splitlines()
     printed = result.stdout.strip().splitlines()
-    assert len(printed) > 20 and [line for line in printed if line not in lines] == []
+    assert len(printed) > 10 and [line for line in printed if line not in lines] == []
 
 
 def test_short_runs_and_bubbles_are_those_of_the_pages():
