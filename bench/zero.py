@@ -9,7 +9,7 @@ from typing import Literal
 
 from configurator import configure
 
-ranks = "2,8"               # numbers of ranks
+ranks = "8"                 # numbers of ranks
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # parameters and activations
 write = False               # put the table into docs/zero.md
 configure(globals())

@@ -14,9 +14,9 @@ once library -- python -m scripts.library --source=python
 [ -z "${folder:-}" ] || once folder -- python -m scripts.library --source="$folder" --name=$library
 once tokenizer-tinyworld --needs data/tinyworld/manifest.json --makes tokenizer/tinyworld -- \
     python -m scripts.tok_train --data=tinyworld --vocab_size=4096 --tasks="pydoc, run[:4000], notes[:6000]"
-# Heads of 64 learn to copy sooner than heads of 128; on text alone they were worse (docs/ablations.md). One warmdown
+# Heads of 64 learn to copy sooner than heads of 128; on text alone they were worse (docs/tried.md). One warmdown
 # for all rates: with two, which are better on text, the assistant was not. More than these 200 steps, and lower rates,
-# make better text but no better assistant, since mid-training asks for each fact many times (docs/LOG.md).
+# make better text but no better assistant, since mid-training asks for each fact many times (docs/tried.md).
 once base-$tag --needs data/tinyworld/manifest.json tokenizer/tinyworld --makes base_checkpoints/$tag -- \
     python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=auto --depth=$DEPTH \
     --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=200 --eval_every=50 --sample_every=100 \

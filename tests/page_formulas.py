@@ -21,10 +21,9 @@ from bench.harness import PageBlock
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import Span, batches_on_host
 from nanochat.model.fp8 import MIN_WIDTH
-from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.optim.muon import orthogonalize
+from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
-from nanochat.plan.machines import LINKS, Cluster, Layout, Link, fastest_layout, plan_step
+from nanochat.plan.machines import LINKS, Cluster, Layout, Link, plan_step
 from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
 from nanochat.plan.step_time import FLASH2, FP8_GPUS, step_time
 from nanochat.plan.traffic import Collective, collectives
@@ -43,8 +42,8 @@ def links() -> str:
     stage 3 gathers 2 bytes besides. The 2 bytes that stage 3 gathers during a forward pass take fewer rows.
     """
     lines = []
-    for name, link in LINKS.items():
-        line = [f"`{name}`"]
+    for name in ("nvlink5", "nvlink4", "pcie5", "ndr", "eth10"):
+        link, line = LINKS[name], [f"`{name}`"]
         for stage in (1, 2, 3):
             step = plan_step(CONFIGS["modern"], Cluster(8, 8, link, link), Layout(stage, 8, 8, 4), RATE, BF16, 2**19)
             line.append(f"{1e3 * step.within / link.bandwidth:,.0f}")
@@ -130,18 +129,6 @@ def rows() -> str:
             line.append(" / ".join(" ".join(map(str, batch)) for batch in batches))
         lines.append([f"{ranks} × {micro_steps} × {size}", *line, *[""] * (4 - ranks)])
     return markdown_table(["ranks × micro-steps × rows", *(f"rank {rank}" for rank in range(4))], lines, range(5))
-
-
-def orthogonal() -> str:
-    values = 3.0, 0.3, -0.03, 0.0
-    matrix = torch.diag(torch.tensor(values))
-    lines = []
-    for name, gradient in (("a vector", torch.tensor([values])), ("four scalars", matrix.sum(0).view(4, 1, 1)),
-                           ("a diagonal matrix", matrix)):
-        update = orthogonalize(gradient)
-        numbers = update.diagonal() if name == "a diagonal matrix" else update.flatten()
-        lines.append([name, ", ".join(f"{n:g}" for n in values), ", ".join(f"{n + 0.0:.2f}" for n in numbers.tolist())])
-    return markdown_table(["gradient", "its numbers", "of the update"], lines, range(3))
 
 
 def mfu() -> str:
@@ -285,36 +272,9 @@ def rules() -> str:
     return markdown_table(["rule", "command"], lines, range(2))
 
 
-H100, A100 = ("H100", "nvlink4", "ndr"), ("A100", "nvlink3", "hdr")
-LLAMA = 8192, 128256, 126, 16384, 128, 128  # tokens of a row, vocabulary, layers, width, heads
-PUBLISHED = (  # name, sizes, machine, GPUs, ranks that share a layer, pipeline stages, rows of a step, MFU
-    ("Llama 3 405B", LLAMA, H100, 16384, 8, 16, 2048, "41%"),
-    ("Llama 3 405B", LLAMA, H100, 8192, 8, 16, 2048, "43%"),
-    ("Megatron 530B", (2048, 51200, 105, 20480, 128, 128), A100, 2520, 8, 35, 2520, "52%"))
-
-
-def layouts() -> str:
-    """The planner's answer is for a classic model of that depth and width; passes reach half of the peak."""
-    lines = []
-    for name, sizes, (gpu, *links), gpus, tensor, stages, rows, reached in PUBLISHED:
-        config, peak, data = GPTConfig(*sizes), datasheet_peak(gpu), gpus // tensor // stages
-        batch, cluster = rows * config.sequence_len, Cluster(gpus, 8, *map(LINKS.get, links))
-        best = fastest_layout(config, cluster, peak / 2, BF16, batch, 80 * GIB)
-        answer = f"none: {rows / gpus:g} rows for each"
-        if best:
-            mfu = batch * shaped(config).estimate_flops() / (gpus * best[1].seconds * peak)
-            answer = f"stage {best[0].zero_stage} over {best[0].shards:,}: {mfu:.0%}"
-        bubble = (stages - 1) / (rows / data + stages - 1)
-        lines.append([name, f"{gpus:,} {gpu}", f"{tensor} × {stages} × {data}", f"{rows:,}", f"{bubble:.0%}", reached,
-                      answer])
-    columns = ["model", "GPUs", "tensor × pipeline × data", "rows", "bubble of 1F1B", "MFU", "the planner's: MFU"]
-    return markdown_table(columns, lines)
-
-
 FORMULAS = {"gpus.md": (costs, published, minutes), "machines.md": (links, torus, hosts), "zero.md": (example,),
             "memory.md": (mfu, fits), "pipeline.md": (streams,),
-            "rules.md": (rules, layouts), "two_loops.md": (rows,),
-            "ablations.md": (orthogonal,)}
+            "many_gpus.md": (rules,), "two_loops.md": (rows,)}
 
 
 def blocks(write: bool = False) -> dict[str, tuple[PageBlock, Callable[[], str]]]:

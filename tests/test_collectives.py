@@ -128,7 +128,7 @@ def measured() -> dict[int, dict[str, float]]:
 
 def test_bytes_on_the_wire_are_the_formulas(measured):
     """
-    Within 2%: headers and acknowledgements are 0.3% of 64 KB segments. -s prints docs/data_parallel.md's table. Gloo's
+    Within 2%: headers and acknowledgements are 0.3% of 64 KB segments. -s prints the table. Gloo's
     own reduce-scatter is an all-reduce, so runtime/collectives.py has its own. When that fails, ours can be removed.
     """
     print("\n| each rank sends, in tensors: measured / formula |" + "".join(f" {n} ranks |" for n in measured))

@@ -25,17 +25,14 @@ from configurator import read_arguments, read_settings
 from nanochat.corpus.make_dataset import OFFLINE
 from nanochat.runtime.errors import UserError
 
-# The log's archive is history: its names need not exist any more.
-PAGES = sorted({*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"}
-               - {REPO / "docs/LOG-archive.md"})
+PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
 
 
 # ---- What a page claims
 
-# A module that left the tree, and the commit that has it; the second form is the command that goes there.
-MADE_AT = (r"(?:at|提交|add \.\./then) ([0-9a-f]{7})(?: and before)?"
-           r"(?: by\s+`| 上由 `| && cd \.\./then && )python -m ([\w.]+)[^`\n]*`?")
+# A module that left the tree, and the commit that has it.
+MADE_AT = r"(?:at|提交) ([0-9a-f]{7})(?: and before)?(?: by\s+`| 上由 `)python -m ([\w.]+)[^`\n]*`?"
 OURS = ("*.py", "nanochat/**/*.py", "scripts/*.py", "bench/*.py", "tests/*.py")
 
 
@@ -170,7 +167,7 @@ def test_a_program_that_left_is_in_the_commit_that_the_page_names():
     if git("rev-parse", "--is-shallow-repository").stdout != "false\n":
         pytest.skip("the history is not here")
     named = {(commit, module) for page in PAGES for commit, module in re.findall(MADE_AT, text_of(page))}
-    assert len(named) > 5
+    assert len(named) > 3
     missing = [f"{commit}: {module}" for commit, module in named
                if git("cat-file", "-e", f"{commit}:{module.replace('.', '/')}.py").returncode]
     assert missing == []
@@ -186,7 +183,7 @@ def test_text_that_a_formula_makes_is_what_it_makes(tmp_path):
     assert result.returncode == 0, result.stderr
     lines = PageBlock("many_gpus.md", "bench.many_gpus", write=False).find()[1].splitlines()
     printed = result.stdout.strip().splitlines()
-    assert len(printed) > 30 and [line for line in printed if line not in lines] == []
+    assert len(printed) > 10 and [line for line in printed if line not in lines] == []
 
 
 def test_short_runs_and_bubbles_are_those_of_the_pages():
@@ -253,6 +250,13 @@ def test_a_chinese_page_has_the_code_the_figures_and_the_links_of_the_english_on
     for kind, counts in english.items():
         missing, more = counts - chinese[kind], chinese[kind] - counts
         assert not missing and not more, f"{kind}: not in the Chinese page {dict(missing)}; only there {dict(more)}"
+
+
+def test_the_docs_can_be_read_in_an_evening_or_two():
+    """The English pages; nobody reads a translation besides. A page that grows pays by another that shrinks."""
+    pages = {page: page.read_text(encoding="utf-8") for page in REPO.glob("docs/*.md") if page not in TRANSLATIONS}
+    assert sum(len(text.split()) for text in pages.values()) <= 20_000
+    assert pages[REPO / "docs/tried.md"].count("\n") <= 120
 
 
 def test_every_page_is_in_the_index():

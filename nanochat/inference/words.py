@@ -7,7 +7,7 @@ The words of a text as a library compares them, in any language.
     parts("systemdatum", count)                  ["system", "datum"], if a library has both
 
 Case, width and accents are ignored. A word is cut after five letters, so the language need not be known; on manual
-pages in six languages this finds more than endings by language or Snowball's stemmers (docs/LOG.md). A compound is
+pages in six languages this finds more than endings by language or Snowball's stemmers (docs/tried.md). A compound is
 also found by its parts. In scripts without blanks each pair of characters is a word, and so is each Chinese character.
 """
 import re

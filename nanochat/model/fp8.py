@@ -175,7 +175,7 @@ def product(
 ) -> Tensor:
     """
     a (N, K) times b (M, K) transposed, both scaled and contiguous. fast: a GPU accumulates in fewer bits, which is
-    enough for some thousands of products, but not for sums over all tokens or the vocabulary (docs/LOG.md).
+    enough for some thousands of products, but not for sums over all tokens or the vocabulary (docs/tried.md).
     """
     # Torch's own kernel takes seconds on some CPUs.
     if a.device.type == "cpu":

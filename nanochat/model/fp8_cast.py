@@ -1,6 +1,6 @@
 """
 Casts a matrix to 8 bits by rows and by columns in one read. An H100 multiplies 8-bit operands only along contiguous
-numbers, so a training step needs both; torch's generated code writes the transposed copy slowly (docs/LOG.md).
+numbers, so a training step needs both; torch's generated code writes the transposed copy slowly (docs/tried.md).
 """
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows and columns that one program of the kernel casts, and its warps: on an H100 the fastest of eight (docs/LOG.md).
+# Rows and columns that one program of the kernel casts, and its warps: on an H100 the fastest of eight (docs/tried.md).
 ROWS, COLUMNS, WARPS = 32, 128, 4
 
 

@@ -86,7 +86,7 @@ def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module,
     updated twice, a frozen one would still decay.
 
     A unit's largest parameters come first: laid end to end, its matrices then begin at multiples of ALIGNMENT. Behind
-    a scalar they would not, and an H100 takes twice as long for a product with such a matrix (docs/LOG.md).
+    a scalar they would not, and an H100 takes twice as long for a product with such a matrix (docs/tried.md).
     """
     names: dict[Parameter, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
