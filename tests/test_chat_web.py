@@ -27,6 +27,7 @@ import pytest
 import torch
 import uvicorn
 from conftest import REPO
+from nanochat.inference.prompt_cache import PIECE
 from pace import Pace, chat_web
 from starlette.responses import Response
 from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
@@ -38,7 +39,6 @@ from nanochat.data.conversation import render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
 from nanochat.inference.engine import Answer, Engine
-from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig

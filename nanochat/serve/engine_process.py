@@ -30,10 +30,8 @@ import torch
 
 from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer, StopStrings
 from nanochat.inference.engine import Answer, Engine, FinishReason
-from nanochat.inference.kv_cache import Prefix
 from nanochat.inference.logprobs import TokenLogprob
-from nanochat.inference.prompt_cache import PIECE, PROMPT_CACHE_BYTES
-from nanochat.inference.sampling import Grammar
+from nanochat.inference.sampling import Grammar, SamplingParams
 from nanochat.inference.tools import open_tools
 from nanochat.runtime.console import log_error
 from nanochat.runtime.devices import compute_dtype
@@ -49,6 +47,8 @@ FLUSH_EVERY = 0.04
 BEAT_EVERY = 1.0
 # Seconds of processor time between two beats that count as work.
 WORK = 0.01
+# Tokens of prompts that are read in one step: everyone waits meanwhile.
+PIECE = 128
 # Grammars that are compiled at once: one more than app.py allows an address, so others need not wait.
 COMPILERS = 3
 
@@ -68,9 +68,6 @@ class Choice:
 
     def add(self, answer: Answer) -> None:
         """Take in the answer's next token, or its end without one."""
-        # The choices of one prompt share its cached tokens, so only the first choice reports them.
-        if len(answer.tokens) == 1 and self.chunk.index % self.request.n == 0:
-            self.chunk.cached = answer.cached
         if self.echo_from is not None:
             self.echo(answer)
         if answer.tokens:
@@ -200,12 +197,14 @@ class EngineProcess:
                 act()
         self.step_began = time.monotonic()
         try:
-            # At most one piece of a prompt, because everyone waits while it is read.
             advanced = engine.step(PIECE)
         except Exception as error:
             engine.clear()
             for request in {choice.request for choice in self.choices.values()}:
                 self.fail(request, error)
+            # If the model can no longer read even one token, the process ends.
+            engine.add([engine.tokenizer.get_bos_token_id()], SamplingParams(1))
+            engine.step()
             return
         now = time.monotonic()
         is_due = now - self.flushed >= FLUSH_EVERY
@@ -251,7 +250,7 @@ class EngineProcess:
         sampling = replace(request.sampling, grammar=grammar)
         try:
             for number, prompt in enumerate(request.prompts):
-                answers = self.engine.add(prompt, sampling, request.n, owner=request.client)
+                answers = self.engine.add(prompt, sampling, request.n)
                 echo_from = request.echo_from[number] if request.echo_from else None
                 for index, answer in enumerate(answers, number * request.n):
                     detokenizer = IncrementalDetokenizer(self.engine.tokenizer)
@@ -268,14 +267,13 @@ class EngineProcess:
             del self.choices[answer]
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End this request. If the model can no longer read even one token, the process ends."""
+        """End this request."""
         self.drop(request.id)
         if isinstance(error, UserError):
             self.send({request.id: ApiError(400, str(error))})
             return
         log_error("a request failed", error)
         self.send({request.id: ApiError(500, "the model could not answer this request")})
-        self.engine.model.extend([(Prefix(), [self.engine.tokenizer.get_bos_token_id()])])
 
     def flush(self, now: float) -> None:
         """Send all new text, and end requests whose time is up. worker.py ends requests that have not begun."""
@@ -306,8 +304,7 @@ def load_engine(
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     model = model.eval().to(compute_dtype(dtype, device))
-    # One place more than an address may have, so a newcomer need not wait until another's answer ends.
-    return Engine(model, tokenizer, max_batch + 1, PROMPT_CACHE_BYTES, max_batch, open_tools(library, copying))
+    return Engine(model, tokenizer, max_batch, tools=open_tools(library, copying))
 
 
 def main() -> None:

@@ -72,7 +72,6 @@ class Chunk:
     deltas: list[Delta] = field(default_factory=list)
     logprobs: list[PlacedLogprob] = field(default_factory=list)
     tokens: int = 0                 # includes tokens without text
-    cached: int = 0                 # tokens of the prompt that were in the prompt cache
     finish_reason: FinishReason | None = None
 
 

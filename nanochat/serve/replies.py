@@ -39,13 +39,12 @@ class Reply:
         if request.forgotten:
             self.head["forgotten"] = request.forgotten
         self.prompt_tokens = sum(map(len, request.prompts))
-        self.completion_tokens, self.cached_tokens = 0, 0
+        self.completion_tokens = 0
         self.written = [Written(index) for index in range(request.size)]
 
     def add(self, chunk: Chunk) -> tuple[Written, Json]:
         """Take in the chunk; returns its choice and the content of an event, with the new text."""
         self.completion_tokens += chunk.tokens
-        self.cached_tokens += chunk.cached
         written = self.written[chunk.index]
         written.logprobs += chunk.logprobs
         written.finish_reason = chunk.finish_reason
@@ -114,7 +113,7 @@ class Reply:
         return {
             "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
 
 

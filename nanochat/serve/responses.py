@@ -63,7 +63,7 @@ class ResponsesReply(ChatReply):
 
     def response(self, status: str, output: Sequence[Json] = ()) -> Json:
         usage = {
-            "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": self.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }

@@ -20,7 +20,6 @@ from typing import Any
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import Engine
-from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.tools import Tools
 from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, Chunks, Request, unavailable
 
@@ -222,7 +221,7 @@ class ServedModel:
 
     def submit(self, request: Request) -> Pending:
         """Give the request to a worker. ApiError if the worker has too much to do (429) or none is alive (503)."""
-        worker = self.choose(request)
+        worker = self.choose()
         room = self.max_batch + MAX_QUEUE - worker.load - request.size
         own = sum(len(other.open) for other in worker.pending.values() if other.request.client == request.client)
         # A client's choices may wait only while there is room for as many more, so others can still come.
@@ -233,19 +232,12 @@ class ServedModel:
         worker.send(request)
         return pending
 
-    def choose(self, request: Request) -> Worker:
-        """
-        The home worker of all prompts with this beginning, whose prompt cache helps, if it has a free place; else the
-        least loaded worker.
-        """
+    def choose(self) -> Worker:
+        """The least loaded worker that is alive, if possible one that is ready."""
         alive = [worker for worker in self.workers if worker.alive]
         if not alive:
             raise self.workers[0].gone()
         usable = [worker for worker in alive if worker.condition == "ready"] or alive
-        prompt = request.prompts[0]
-        home = self.workers[hash((request.client, *prompt[:PIECE])) % len(self.workers)]
-        if len(prompt) >= PIECE and home in usable and home.load < self.max_batch:
-            return home
         return min(usable, key=lambda worker: worker.load)
 
     @property
