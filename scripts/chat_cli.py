@@ -34,7 +34,6 @@ from nanochat.corpus.passages import open_library
 from nanochat.data.conversation import recent, render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
-from nanochat.inference.prompt_cache import PROMPT_CACHE_BYTES
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
@@ -60,8 +59,7 @@ if warning := never_looks_up(tasks_of(stage, checkpoint.parent.name), library):
     print(warning, file=sys.stderr)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
-engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES,
-                tools=open_library(library, copying))
+engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, tools=open_library(library, copying))
 # Tokens of the context that are reserved for an answer.
 room = min(max_new_tokens, engine.context // 4)
 

@@ -33,16 +33,17 @@ class Pace:
 
     def slow_down(self, engine: Engine) -> Engine:
         """The engine, which keeps to this pace."""
-        decode, last = engine.model.decode, time.monotonic()
+        read, last = engine.model.read, time.monotonic()
 
-        def decode_in_time(tokens):
+        def read_in_time(tokens):
             nonlocal last
-            while time.monotonic() < last + float(self.file.read_text()):
+            while any(answer.tokens for answer in engine.running) and (
+                    time.monotonic() < last + float(self.file.read_text())):
                 time.sleep(0.002)
             last = time.monotonic()
-            return decode(tokens)
+            return read(tokens)
 
-        engine.model.decode = decode_in_time
+        engine.model.read = read_in_time
         return engine
 
 

@@ -100,7 +100,8 @@ def generate_answers(
     seeded = [seed_with(sampling, index) for index in indices]
     library = task.library
     tools = open_tools(library, copying) if isinstance(library, str | None) else Tools(library, copying)
-    engine = Engine(model, tokenizer, batch_size, tools=tools)
+    longest = max(map(len, prompts), default=0) + sampling.max_tokens
+    engine = Engine(model, tokenizer, batch_size, longest, tools)
     answers = engine.generate(prompts, seeded, num_samples, truncate=True)
     return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanochat.model.fp8_cast import cast
 from nanochat.model.gpt import GPT, Head
-from nanochat.model.layers import mlp
+from nanochat.model.layers import linears, mlp
 from nanochat.runtime.errors import UserError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -57,13 +57,13 @@ def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     """F.linear(x, weight) with 8-bit copies, forward and backward: x (…, K), weight (M, K) → (…, M) in x's dtype."""
-    if not torch.is_grad_enabled():
-        return x @ weight.T
     return fp8_linears(x, (weight,))[0]
 
 
 def fp8_linears(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """`linears` of layers.py with 8-bit copies, forward and backward."""
+    if not torch.is_grad_enabled():
+        return linears(x, weights)
     return [y.unflatten(0, x.shape[:-1]) for y in Fp8Linears.apply(x.flatten(0, -2), *weights)]
 
 

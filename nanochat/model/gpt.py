@@ -130,7 +130,7 @@ class GPT(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Positions) -> Streams:
         """tokens (B, T) → the first block's input."""
-        x = self.transformer.wte(tokens, positions.begins)
+        x = self.transformer.wte(tokens, positions.begins, positions.previous)
         return Streams(x, x, x) if self.config.streams > 1 else Streams(x)
 
     def blocks(
@@ -141,8 +141,9 @@ class GPT(nn.Module):
         positions: Positions,
     ) -> Streams:
         """The streams after the blocks of these layers. tokens: (B, T)."""
-        config = self.config
-        if not has_varlen(tokens.device, streams.x.dtype, config.head_dim, config.n_head // config.n_kv_head):
+        config, x = self.config, streams.x
+        group = config.n_head // config.n_kv_head
+        if positions.documents is not None and not has_varlen(x.device, x.dtype, config.head_dim, group):
             positions = positions._replace(documents=None)
         for layer in layers:
             block = self.transformer.h[layer]

@@ -24,6 +24,10 @@ class Positions(NamedTuple):
     begins: Tensor | None = None     # (B, T), see `document_begins`; None: a row is one text
     # (N,) int64: these of the B · T positions the last block returns, (N, C); None: all, (B, T, C).
     counted: Tensor | None = None
+    # For decoding (kv_cache.py), where N tokens of several rows lie end to end, and shapes have N for B, T: the token
+    # before each in its document, −1 if there is none; and attention over a cache, (layer, q, k, v) → (N, H, D).
+    previous: Tensor | None = None
+    attend: Callable | None = None
 
 
 class Streams(NamedTuple):
@@ -150,10 +154,7 @@ class Embedding(Table):
         begins: Tensor | None = None,
         previous: Tensor | None = None,
     ) -> Tensor:
-        """
-        tokens (B, T) → (B, T, C); begins: see `document_begins`. Or tokens (N,) and previous (N,): the token before
-        each in its document, −1 if there is none.
-        """
+        """tokens (B, T) → (B, T, C); begins, previous: see `Positions`."""
         x = norm(super().forward(tokens))
         if self.smear is None:
             return x
@@ -167,8 +168,7 @@ class Embedding(Table):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.n_head = config.n_head
-        self.n_kv_head = config.n_kv_head
+        self.layer = layer
         self.head_dim = config.head_dim
         self.window = config.window(layer)
         self.qk_scale = config.qk_scale
@@ -196,7 +196,10 @@ class CausalSelfAttention(nn.Module):
         embeddings of the tokens, (B, T, H_kv · D).
         """
         normed, q, k, v = self.before_attention(x, positions.cos, positions.sin)
-        v = self.add_value_embedding(normed, v, values)
+        if values is not None:
+            v = v + self.value_gate(normed)[..., None] * values.view(v.shape)
+        if positions.attend is not None:
+            return positions.attend(self.layer, q, k, v).flatten(-2)
         if self.key_offset:
             k = offset_keys(k, positions.begins)
         return attention(q, k, v, self.window, positions.documents, positions.begins).flatten(2)
@@ -219,42 +222,16 @@ class CausalSelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, T, H, D), keys and values (B, T, H_kv, D) of the normalized stream (B, T, C)."""
         weights = self.c_q.weight, self.c_k.weight, self.c_v.weight
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.linears(normed, weights))
         if torch.is_grad_enabled():
-            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.linears(normed, weights))
             q = RotatedNorm.apply(q, cos, sin, self.qk_scale)
             k = RotatedNorm.apply(k, cos, sin, self.qk_scale)
-        else:
-            q, k, v = self.split_heads(F.linear(normed, torch.cat(weights)), cos, sin)
-        return q, k, v
-
-    def split_heads(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """
-        Without gradients: the products for all heads (…, (H + 2 H_kv) · D) → q (…, H, D), k, v (…, H_kv, D), q and k
-        rotated. Few operations: decoding time depends on their number.
-        """
-        heads = qkv.unflatten(-1, (-1, self.head_dim))                 # (…, H + 2 H_kv, D)
-        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
-        qk = norm(rotate(qk, cos, sin))
+            return q, k, v
+        # Few operations: decoding time depends on their number.
+        qk = norm(rotate(torch.cat((q, k), dim=-2), cos, sin))
         if self.qk_scale != 1:
             qk *= self.qk_scale
-        q, k = qk.split((self.n_head, self.n_kv_head), dim=-2)
-        return q, k, v
-
-    def add_value_embedding(
-        self,
-        x: Tensor,
-        v: Tensor,
-        embedding: Tensor | None,
-    ) -> Tensor:
-        """Values v (…, H_kv, D) plus the value embedding of the tokens (…, H_kv · D), gated by x (…, C)."""
-        if embedding is None:
-            return v
-        return v + self.value_gate(x)[..., None] * embedding.view(v.shape)
+        return *qk.split((q.size(-2), k.size(-2)), dim=-2), v
 
     def output(self, y: Tensor) -> Tensor:
         return self.linear(y, self.c_proj.weight)
@@ -321,37 +298,26 @@ class Block(nn.Module):
         positions: Positions,
         values: Tensor | None,
     ) -> Tensor:
-        """
-        Compiled on a GPU. Lookups stay outside: compiled code would sum their gradients in any order.
-        `CachedModel.hidden` in nanochat/inference is its twin without gradients: change both. tests/test_engine.py
-        compares them (test_greedy_is_the_uncached_model_token_for_token).
-        """
-        x = self.start(streams.x, streams.first)
+        """Compiled on a GPU. Lookups stay outside: compiled code would sum their gradients in any order."""
+        x, first, middle = streams
+        # nanochat, 2026; modded-nanogpt, 2024.
+        if self.residual_scale is not None:
+            # Computed first: then block 0 sums its input's gradients in the same order as under fully_shard.
+            added = self.first_scale * first
+            x = self.residual_scale * x + added
         y = self.attn(x, positions, values)
-        middle = streams.middle
         if positions.counted is not None:
             x, y, middle = (
                 t if t is None else t.flatten(0, 1).index_select(0, positions.counted) for t in (x, y, middle)
             )
         x = self.after_attention(x, y)
-        return self.end(x, middle)
-
-    def start(self, x: Tensor, first: Tensor | None) -> Tensor:
-        """The residual stream that the block reads. nanochat, 2026; modded-nanogpt, 2024."""
-        if self.residual_scale is None:
-            return x
-        # Computed first: then block 0 sums its input's gradients in the same order as under fully_shard.
-        added = self.first_scale * first
-        return self.residual_scale * x + added
+        # modded-nanogpt, 2025.
+        return x if self.middle_scale is None else x - self.middle_scale * middle
 
     def after_attention(self, x: Tensor, y: Tensor) -> Tensor:
         """The residual stream x (…, C) after attention and MLP. y (…, C): what attention's heads returned."""
         x = x + self.attn.output(y)
         return x + self.mlp(norm(x))
-
-    def end(self, x: Tensor, middle: Tensor | None) -> Tensor:
-        """The residual stream after the block; the last block subtracts the middle's part. modded-nanogpt, 2025."""
-        return x if self.middle_scale is None else x - self.middle_scale * middle
 
     def compile_body(self, device: torch.device) -> None:
         """

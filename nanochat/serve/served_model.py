@@ -24,7 +24,6 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer, StopStrings
 from nanochat.inference.engine import Answer, Engine, FinishReason
 from nanochat.inference.logprobs import TokenLogprob
-from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.tools import Tools
 from nanochat.runtime.console import log_error
 from nanochat.runtime.devices import compute_dtype
@@ -35,6 +34,8 @@ from nanochat.training.checkpoint import load_checkpoint
 
 # Seconds. 25 chunks per second look like writing, at a fraction of the cost of 400.
 FLUSH_EVERY = 0.04
+# Tokens of prompts that are read in one step: everyone waits meanwhile.
+PIECE = 128
 # Seconds in one step after which /health calls an engine slow.
 SLOW_AFTER = 10
 # Choices that may wait.
@@ -242,7 +243,6 @@ class ServedModel:
             return
         self.step_began = time.monotonic()
         try:
-            # At most one piece of a prompt, because everyone waits while it is read.
             advanced = engine.step(PIECE)
         except Exception as error:
             engine.clear()
