@@ -157,6 +157,7 @@ while True:
     # reduce_and_clip divides it by their number
     step_loss = torch.zeros((), device=device)
     off = torch.zeros(2, device=device)  # sum of |trainer's log p - sampler's log p|, and number of tokens
+    step_tokens = 0
     for number, of_all_ranks in enumerate(micro_steps, 1):
         own = shape.of_this_rank(of_all_ranks)
         rows = [(rollout.ids, rollout.weights()) for rollout in own]
@@ -170,6 +171,7 @@ while True:
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()
+        step_tokens += targets.numel() * world_size  # padding counts, as in chat_sft
         trained = weights.detach() != 0
         off += torch.stack([((weights.grad + logprobs).abs() * trained).sum(), trained.sum()])
 
@@ -180,8 +182,7 @@ while True:
     # Neither optimizer depends on the gradient's scale. Fewer answers make it noisier, so the rate is smaller.
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
-    tokens = sum(len(rollout.ids) for rollout in trained_on)
-    with session.update(stats, lrm, tokens):  # an error in here saves nothing: parameters are half updated
+    with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)
         sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
