@@ -3,6 +3,7 @@ What formulas alone say on the pages, each between marks. test_runs.py compares 
 
     python -m tests.page_formulas                  # prints all of it
     python -m tests.page_formulas links --write    # puts a block into its page; without a name all
+    python -m tests.page_formulas --help           # names the blocks
 """
 import contextlib
 import io
@@ -28,6 +29,7 @@ from nanochat.plan.machines import LINKS, Cluster, Layout, Link, fastest_layout,
 from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
 from nanochat.plan.step_time import FLASH2, FP8_GPUS, step_time
 from nanochat.plan.traffic import Collective, collectives
+from nanochat.runtime.errors import did_you_mean
 from nanochat.runtime.flops import Gpu, datasheet_gpu, datasheet_peak
 from nanochat.runtime.tables import markdown_table
 
@@ -328,7 +330,15 @@ def blocks(write: bool = False) -> dict[str, tuple[PageBlock, Callable[[], str]]
 
 
 if __name__ == "__main__":
-    names = {word for word in sys.argv[1:] if word != "--write"}
-    for name, (block, formula) in blocks("--write" in sys.argv).items():
-        if not names or name in names:
-            block.show(formula())
+    names = [word for word in sys.argv[1:] if word != "--write"]
+    made = blocks("--write" in sys.argv)
+    if {"-h", "--help"} & set(names):
+        print(f"{__doc__}\nblocks: {', '.join(made)}")
+        sys.exit(0)
+    for name in names:
+        if name not in made:
+            print(f"error: no block {name}; there is {', '.join(made)}{did_you_mean(name, made)}", file=sys.stderr)
+            sys.exit(2)
+    for name in names or made:
+        block, formula = made[name]
+        block.show(formula())

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,6 +227,9 @@ def test_every_machine_has_the_same_steps_in_the_same_order():
     ("--help", 0, "--plan=8,H100,80 --price=2.5  # only shows"), ("-h", 0, "--rehearse     # every stage"),
     ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "/tests-of-none"),
     ("--plan", 2, "error: --plan: expected --plan=8,H100,80"), ("--plan=8,A100", 2, "of how many GB"),
+    ("--folder", 2, "--folder: expected --folder=~/notes"), ("--price", 2, "--price=2.5"),
+    ("--price=abc", 2, "--price=abc: expected --price=2.5"), ("--price=2,5", 2, "--price=2.5"),
+    ("--rehearse=1", 2, "expected --rehearse alone"), ("--run=", 2, "--run=NAME"),
     ("--chatt", 2, "--chatt is unknown")])
 def test_an_argument_is_answered_before_anything_is_made(tmp_path, argument, code, words):
     stand_in(tmp_path, 0, "")
@@ -241,6 +245,24 @@ def test_scripts_of_series_print_their_help_and_refuse_what_they_would_ignore(sc
     if script != "multi_node.sh":
         refused = bash(REPO, f"runs/{script}", "--depth=3", **no_venv())
         assert refused.returncode == 2 and "--depth=3 is unknown" in refused.stderr
+
+
+def test_setup_says_how_it_is_called_and_which_extras_there_are(tmp_path):
+    """Before anything is made: as a program it could not change the shell's PATH."""
+    stand_in(tmp_path, 0, "")
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for call, words in (("bash setup.sh dev", [". ./setup.sh"]), (". ./setup.sh --help", ["--help", *extras]),
+                        (". ./setup.sh hub,gpux", ["hub,gpux", *extras])):
+        done = bash(tmp_path, "-c", call)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and [word for word in words if word not in line] == [], line
+    assert not (tmp_path / "calls").exists()
+    assert bash(tmp_path, "-c", f"set -e; . ./setup.sh {','.join(extras)}; . ./setup.sh").returncode == 0
+
+
+def test_the_runner_of_all_tests_prints_its_help_and_runs_nothing():
+    shown = bash(REPO, "tests/run.sh", "--help", **no_venv())
+    assert shown.returncode == 0 and "Arguments go to pytest" in shown.stdout and "pipefail" not in shown.stdout
 
 
 # ---- A plan, which is shown and not run
