@@ -55,6 +55,15 @@ keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only t
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
 
+# ---- Tasks: a mistyped one, or a file that is missing, is answered here, before torch is imported
+from nanochat.runtime.errors import UserError
+from nanochat.tasks import make_task, without_parts
+
+problems = make_task(task, "train")
+held_out = make_task(without_parts(task), "test")
+if problems.eval_type != "generative":
+    raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
+
 import math
 
 import torch
@@ -68,8 +77,6 @@ from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momen
 from nanochat.runtime.collectives import all_reduce_sum, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, set_up
-from nanochat.runtime.errors import UserError
-from nanochat.tasks import make_task, without_parts
 from nanochat.training.finetuning import find_start, load_training, require_same_data
 from nanochat.training.metrics import require_wandb
 from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
@@ -78,10 +85,6 @@ from nanochat.training.session import Session
 # ---- Setup
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-problems = make_task(task, "train")
-held_out = make_task(without_parts(task), "test")
-if problems.eval_type != "generative":
-    raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
 # ---- The model of the previous stage, or an interrupted run of this script
 start = find_start("rl", source, config)
