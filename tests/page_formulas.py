@@ -24,7 +24,7 @@ from nanochat.data.dataloader import Span, batches_on_host
 from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.muon import orthogonalize
-from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
+from nanochat.plan.choice import SIZES, SLOWER, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
 from nanochat.plan.machines import LINKS, Cluster, Layout, Link, fastest_layout, plan_step
 from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
 from nanochat.plan.step_time import FLASH2, FP8_GPUS, step_time
@@ -205,7 +205,8 @@ def costs() -> str:
     for plan in MACHINES:
         ranks, gpu, choice = planned(plan)
         whole = cost(choice, ranks, gpu)
-        lines.append([plan, choice.depth, choice.rows, f"{whole.rate:,.0f}", f"{whole.mfu:.0%}", f"{whole.hours:.1f}",
+        lines.append([plan, choice.depth, choice.rows, f"{whole.rate:,.0f}", f"{whole.mfu:.0%}",
+                      f"{whole.hours:.1f} to {SLOWER * whole.hours:.1f}",
                       f"{whole.least:.0f} to {whole.most:.0f}", whole.dollars(ranks, 2.5), disk(choice.depth)])
     return markdown_table(["`--plan`", "depth", "rows", "tokens/s", "MFU", "hours: pretraining", "all stages",
                            "cost at $2.5 per GPU and hour", "GiB of disk"], lines)
@@ -242,7 +243,7 @@ def minutes() -> str:
     names = ["bfloat16, FlashAttention 2 (fitted to a step with FlashAttention 4)",
              "8 bits in blocks and head",
              "FlashAttention 4, from Hopper on (fitted to two steps)",
-             "offset keys: 4% fewer steps (Marin 4802: 5 to 18%, without smear and value tables)",
+             "offset keys: 0 to 4% fewer steps (here 4; see below)",
              "EMA-Nesterov: 1.4% fewer steps (modded-nanogpt 309, n = 16)", "documents apart, 1.6% (nanochat 663)"]
     lines = [[name, *(f"{n:,.1f}" for n in values)] for name, values in zip(names, zip(*columns))]
     return markdown_table(["minutes of pretraining, after each line", "8 × H100", "1 × H100", "1 × A100, 80 GB",

@@ -277,8 +277,8 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
              for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80", "1,RTX 4090,24")]
     shown, *spelled, six, one = [plan.replace("h100", "H100") for plan in plans]
     assert spelled == [shown] * 2 and not any(base_folder.iterdir())
-    for plan, words in ((shown, ("cost $51 to $81 for 8 GPU(s) at $3 ", "in all 2.1 to 3.4 hours ")),
-                        (six, ("cost $77 to $121 for 6 GPU(s) at $3 ", "2 of 6 GPUs stand idle: rent 4\n")),
+    for plan, words in ((shown, ("cost $55 to $85 for 8 GPU(s) at $3 ", "in all 2.3 to 3.6 hours ")),
+                        (six, ("cost $72 to $101 for 6 GPU(s) at $3 ", "2 of 6 GPUs stand idle: rent 4\n")),
                         (six, ("disk 240 GiB; downloads 11 GB of text",)), (one, (" --depth=16 ", "=8 --save_every"))):
         assert [word for word in words if word not in plan] == [], plan
     assert "stand idle" not in shown and shown.count("--run=mine") == 4
@@ -291,7 +291,12 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     steps = round(9.4 * (12 * 22 * 1408**2 + 49152 * 1408) / 2**20)
     step = step_time(config_from_depth(22, 49152, 2048, arch="modern"), 32, 2, 8, datasheet_gpu("H100"), fp8=True)
     assert f"{steps:,} steps of 1,048,576 tokens in 2 micro-step(s)" in shown
-    assert f"{steps * step.seconds / 3600:.2f} hours at {2**20 / step.seconds:,.0f} tokens per second, 67% MFU" in shown
+    hours = steps * step.seconds / 3600
+    assert f"{hours:.2f} to {1.2 * hours:.2f} hours, at best {2**20 / step.seconds:,.0f} tokens per second, " in shown
+    # RL's hours follow from its steps: a GPU samples 32 answers of a step and 400 of an evaluation, at most 64 at a time.
+    for longest, slower, printed in (200, 1, "2.3 to "), (512, 1.2, " to 3.6 hours"):
+        rl = (467 * 1 + 9 * 7) * longest * 0.0224 / 3600
+        assert f"{slower * hours + rl + 4 / 8:.1f}" in printed
     assert " --depth=22 --target_param_data_ratio=9.4 --device_batch_size=32 " in shown
     assert " --num_shards=125\n" in shown and shown.count("--vocab_size=49152") == 1
 
