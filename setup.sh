@@ -1,4 +1,7 @@
 # Make .venv with everything the repo needs, unless it is there: `. ./setup.sh [extra]`, as speedrun.sh and tests do.
+(return 0 2>/dev/null) || { echo "error: it changes this shell's PATH, so write: . ./setup.sh" >&2; exit 2; }
+[[ ${1:-dev}, =~ ^((dev|gpu|hub|structured|wandb),)+$ ]] || {
+    echo "error: $1 is no extra: expected . ./setup.sh, or with some of dev,gpu,hub,structured,wandb" >&2; return 2; }
 # NANOCHAT_NO_VENV=1: the Python on the PATH is used as it is. CUDA_VISIBLE_DEVICES= hides the GPUs.
 # Rounds that a waiting OpenMP thread spins: 1,000 cost a seventh of the speed, 300,000 nine tenths on a busy machine.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"

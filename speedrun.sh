@@ -11,6 +11,7 @@
 #     bash speedrun.sh --run=NAME     # also logs training on GPUs to wandb, after `wandb login`
 set -euo pipefail
 chat="" folder="" depth=2 rehearsal="" plan="" show="" price="" wandb=""
+expected() { echo "error: $argument: expected $1" >&2; exit 2; }
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;; --full) depth=4 ;; --rehearse) rehearsal=rehearsal ;;
@@ -23,9 +24,13 @@ for argument in "$@"; do
             library=${library##*/} library=${library//[^[:alnum:]_-]/-}
             case $library in "" | [Pp]ython) library=my-$library ;; esac ;;
         --plan | --plan= | --plan=[!1-9]* | --plan=*[,x][Aa]100)  # A100s have 40 or 80 GB
-            echo "error: $argument: expected --plan=8,H100,80: how many GPUs, which, and of how many GB" >&2; exit 2 ;;
+            expected "--plan=8,H100,80: how many GPUs, which, and of how many GB" ;;
         --plan=*) plan=${argument#*=} show=--show ;;
-        --price=[0-9]*) price=$argument ;; --run=?*) wandb=$argument ;;
+        --price | --price= | --price=*[!0-9.]*) expected "--price=2.5: dollars for one GPU and hour" ;;
+        --price=*) price=$argument ;; --run=?*) wandb=$argument ;;
+        --folder | --folder=) expected "--folder=~/notes, in one word" ;;
+        --run | --run=) expected "--run=NAME, in one word" ;;
+        --chat=* | --full=* | --rehearse=*) expected "${argument%%=*} alone" ;;
         *) echo "error: $argument is unknown; bash speedrun.sh --help lists what is known" >&2; exit 2 ;;
     esac
 done

@@ -200,4 +200,6 @@ def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[di
             "expected sent": [sent_bytes(stage, ranks, m, kind, *counts) for m in MICRO_STEPS],
             "expected": state_bytes(stage, ranks, kind, model.adamw, model.muon)._asdict(),
         })
+        if rank == 0:
+            print(f"stage {stage} on {ranks} rank(s): measured", flush=True)
     return results

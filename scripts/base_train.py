@@ -219,6 +219,8 @@ while True:
                 metrics.log(step, core.record())
                 print0(f"step {step:05d}/{num_iterations:05d} | {core}")
             if show_samples:
+                if step == 0 and not begin.weights:
+                    print0("the model is untrained, so it writes noise:")
                 with eagerly():
                     samples = print_samples(evaluated, tokenizer, sample_prompts(data_sets[0]), max_tokens=24)
                 metrics.log(step, {"sample": samples})

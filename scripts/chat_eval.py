@@ -22,20 +22,23 @@ max_new_tokens = 512        # [1..] tokens of an answer
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
+# ---- Tasks: a mistyped one, or a file that is missing, is answered here, before torch is imported
+from nanochat.runtime.errors import UserError
+from nanochat.tasks import make_tasks
+
+measured = make_tasks(tasks, "test")
+if not measured:
+    raise UserError(f"tasks={tasks} has nothing that can be measured, only what can be trained on")
+
 from nanochat.eval.task_eval import accuracy, evaluate_task
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, compute_init
-from nanochat.runtime.errors import UserError
 from nanochat.runtime.tables import markdown_table
-from nanochat.tasks import make_tasks
 from nanochat.training.checkpoint import find_model, load_checkpoint
 from nanochat.training.run_report import write_section
 
 *_, device = compute_init(device_type)
-measured = make_tasks(tasks, "test")
-if not measured:
-    raise UserError(f"tasks={tasks} has nothing that can be measured, only what can be trained on")
 checkpoint = find_model(source, model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
 print0(f"model: {checkpoint}")

@@ -55,6 +55,15 @@ keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only t
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
 
+# ---- Tasks: a mistyped one, or a file that is missing, is answered here, before torch is imported
+from nanochat.runtime.errors import UserError
+from nanochat.tasks import make_task, without_parts
+
+problems = make_task(task, "train")
+held_out = make_task(without_parts(task), "test")
+if problems.eval_type != "generative":
+    raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
+
 import math
 
 import torch
@@ -68,8 +77,6 @@ from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momen
 from nanochat.runtime.collectives import all_reduce_sum, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, set_up
-from nanochat.runtime.errors import UserError
-from nanochat.tasks import make_task, without_parts
 from nanochat.training.finetuning import find_start, load_training, require_same_data
 from nanochat.training.metrics import require_wandb
 from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
@@ -78,10 +85,6 @@ from nanochat.training.session import Session
 # ---- Setup
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-problems = make_task(task, "train")
-held_out = make_task(without_parts(task), "test")
-if problems.eval_type != "generative":
-    raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
 # ---- The model of the previous stage, or an interrupted run of this script
 start = find_start("rl", source, config)
@@ -157,6 +160,7 @@ while True:
     # reduce_and_clip divides it by their number
     step_loss = torch.zeros((), device=device)
     off = torch.zeros(2, device=device)  # sum of |trainer's log p - sampler's log p|, and number of tokens
+    step_tokens = 0
     for number, of_all_ranks in enumerate(micro_steps, 1):
         own = shape.of_this_rank(of_all_ranks)
         rows = [(rollout.ids, rollout.weights()) for rollout in own]
@@ -170,6 +174,7 @@ while True:
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()
+        step_tokens += targets.numel() * world_size  # padding counts, as in chat_sft
         trained = weights.detach() != 0
         off += torch.stack([((weights.grad + logprobs).abs() * trained).sum(), trained.sum()])
 
@@ -180,8 +185,7 @@ while True:
     # Neither optimizer depends on the gradient's scale. Fewer answers make it noisier, so the rate is smaller.
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
-    tokens = sum(len(rollout.ids) for rollout in trained_on)
-    with session.update(stats, lrm, tokens):  # an error in here saves nothing: parameters are half updated
+    with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)
         sharding.all_gather_params()  # also frees the gradients: there is no zero_grad

@@ -55,6 +55,12 @@ keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only t
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
 
+# ---- Tasks: a mistyped one, or a file that is missing, is answered here, before torch is imported
+from nanochat.tasks import describe_validation, make_mixture, make_tasks, task_names, without_parts
+
+train_mixture = make_mixture(tasks, "train", seed)
+val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
+
 import torch
 
 from nanochat.data.batch_shape import chunks
@@ -68,7 +74,6 @@ from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import describe_validation, make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
 from nanochat.training.checkpoint import tasks_of
 from nanochat.training.finetuning import (
@@ -85,8 +90,6 @@ from nanochat.training.session import Session
 # ---- Setup
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-train_mixture = make_mixture(tasks, "train", seed)
-val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 measured = without_parts(tasks)
 
 # ---- The model of the previous stage, or an interrupted run of this script

@@ -16,7 +16,5 @@ delimiter = ""         # between the fields of .csv: one character, or tab; defa
 config = configure(globals())
 
 from nanochat.corpus.passages import make_library
-from nanochat.inference.retrieval import Library
 
-place = make_library(**config)
-print(f"{place}: {Library(place).passages:,} passages, {place.stat().st_size / 1e6:.1f} MB")
+make_library(**config)

@@ -47,6 +47,12 @@ keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only t
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
 
+# ---- Tasks: a mistyped one, or a file that is missing, is answered here, before torch is imported
+from nanochat.tasks import describe_validation, make_mixture, without_parts
+
+train_mixture = make_mixture(tasks, "train", seed)
+val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
+
 import torch
 
 from nanochat.data.batch_shape import chunks
@@ -57,7 +63,6 @@ from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momen
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import describe_validation, make_mixture, without_parts
 from nanochat.training.finetuning import (
     batch_shape,
     find_start,
@@ -71,8 +76,6 @@ from nanochat.training.session import Session
 # ---- Setup
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-train_mixture = make_mixture(tasks, "train", seed)
-val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 
 # ---- The base model, or an interrupted run of this script
 start = find_start("mid", "base", config)

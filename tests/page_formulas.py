@@ -3,6 +3,7 @@ What formulas alone say on the pages, each between marks. test_runs.py compares 
 
     python -m tests.page_formulas                  # prints all of it
     python -m tests.page_formulas links --write    # puts a block into its page; without a name all
+    python -m tests.page_formulas --help           # names the blocks
 """
 import contextlib
 import io
@@ -22,11 +23,12 @@ from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import Span, batches_on_host
 from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.choice import SIZES, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
+from nanochat.plan.choice import SIZES, SLOWER, Choice, choose_size, config_of, cost, disk, parse_gpus, pretraining
 from nanochat.plan.machines import LINKS, Cluster, Layout, Link, plan_step
 from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
 from nanochat.plan.step_time import FLASH2, FP8_GPUS, step_time
 from nanochat.plan.traffic import Collective, collectives
+from nanochat.runtime.errors import did_you_mean
 from nanochat.runtime.flops import Gpu, datasheet_gpu, datasheet_peak
 from nanochat.runtime.tables import markdown_table
 
@@ -190,7 +192,8 @@ def costs() -> str:
     for plan in MACHINES:
         ranks, gpu, choice = planned(plan)
         whole = cost(choice, ranks, gpu)
-        lines.append([plan, choice.depth, choice.rows, f"{whole.rate:,.0f}", f"{whole.mfu:.0%}", f"{whole.hours:.1f}",
+        lines.append([plan, choice.depth, choice.rows, f"{whole.rate:,.0f}", f"{whole.mfu:.0%}",
+                      f"{whole.hours:.1f} to {SLOWER * whole.hours:.1f}",
                       f"{whole.least:.0f} to {whole.most:.0f}", whole.dollars(ranks, 2.5), disk(choice.depth)])
     return markdown_table(["`--plan`", "depth", "rows", "tokens/s", "MFU", "hours: pretraining", "all stages",
                            "cost at $2.5 per GPU and hour", "GiB of disk"], lines)
@@ -227,7 +230,7 @@ def minutes() -> str:
     names = ["bfloat16, FlashAttention 2 (fitted to a step with FlashAttention 4)",
              "8 bits in blocks and head",
              "FlashAttention 4, from Hopper on (fitted to two steps)",
-             "offset keys: 4% fewer steps (Marin 4802: 5 to 18%, without smear and value tables)",
+             "offset keys: 0 to 4% fewer steps (here 4; see below)",
              "EMA-Nesterov: 1.4% fewer steps (modded-nanogpt 309, n = 16)", "documents apart, 1.6% (nanochat 663)"]
     lines = [[name, *(f"{n:,.1f}" for n in values)] for name, values in zip(names, zip(*columns))]
     return markdown_table(["minutes of pretraining, after each line", "8 × H100", "1 × H100", "1 × A100, 80 GB",
@@ -288,7 +291,15 @@ def blocks(write: bool = False) -> dict[str, tuple[PageBlock, Callable[[], str]]
 
 
 if __name__ == "__main__":
-    names = {word for word in sys.argv[1:] if word != "--write"}
-    for name, (block, formula) in blocks("--write" in sys.argv).items():
-        if not names or name in names:
-            block.show(formula())
+    names = [word for word in sys.argv[1:] if word != "--write"]
+    made = blocks("--write" in sys.argv)
+    if {"-h", "--help"} & set(names):
+        print(f"{__doc__}\nblocks: {', '.join(made)}")
+        sys.exit(0)
+    for name in names:
+        if name not in made:
+            print(f"error: no block {name}; there is {', '.join(made)}{did_you_mean(name, made)}", file=sys.stderr)
+            sys.exit(2)
+    for name in names or made:
+        block, formula = made[name]
+        block.show(formula())

@@ -4,6 +4,7 @@
 # As if this machine were ten times faster: CLOCK=0.1 tests/run.sh --ignore=tests/test_execution.py; slower: CLOCK=10
 # (tests/clock)
 set -euo pipefail
+case " $* " in *" -h "* | *" --help "*) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
 . ./setup.sh dev
 python -m ruff check .

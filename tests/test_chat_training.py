@@ -14,6 +14,7 @@ import torch
 from conftest import make_sums, run_module
 from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.data.conversation_loader import shuffled
 from nanochat.eval import loss_eval
@@ -23,6 +24,7 @@ from nanochat.inference.engine import default_stop
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
+from nanochat.optim.zero import Buckets
 from nanochat.runtime import compiling
 from nanochat.tasks import make_task
 from nanochat.tasks.arithmetic import Arithmetic
@@ -76,6 +78,20 @@ def as_if_compiled() -> None:
     loss_eval.evaluate_bpb = validate
 
 
+def count_products() -> None:
+    """Print the FLOPs of each micro-step's products, forward and backward, but those of attention."""
+    @contextlib.contextmanager
+    def accumulate(self, *args, inner=Buckets.accumulate, **kwargs):
+        with FlopCounterMode(display=False) as counter, inner(self, *args, **kwargs):
+            yield
+        counts = counter.get_flop_counts()["Global"]
+        print("FLOPs:", sum(flops for operation, flops in counts.items() if "bmm" not in str(operation)))
+
+    reward_lengths()
+    Buckets.accumulate = accumulate
+    session.peak_flops = lambda *_: 1e18
+
+
 def arguments(settings: dict) -> list[str]:
     return [f"--{key}={value}" for key, value in (COMMON | settings).items()]
 
@@ -115,6 +131,23 @@ def test_validation_of_conversations_of_any_length_compiles_nothing(base, monkey
     module, args = stage_arguments(base, "sft", source="base", num_iterations=1, eval_metrics_every=-1)
     [printed] = run_on_ranks(1, run_script, module, args)
     assert printed.count("validation is eager") == 2 and "as if compiled" in printed, printed
+
+
+@pytest.mark.parametrize("stage", ["mid", "sft", "rl"])
+def test_mfu_counts_the_products_that_run(base, monkeypatch, stage):
+    """As torch counts them: a CPU leaves out work at positions without a target, and padding is computed."""
+    monkeypatch.setenv("CHANGE", f"{__name__}.{count_products.__name__}")
+    source = {} if stage == "mid" else {"source": "base"}
+    module, args = stage_arguments(base, stage, num_iterations=2, eval_every=-1, zero_stage=2, **source)
+    [printed] = run_on_ranks(1, run_script, module, args)
+    counted = sum(map(int, re.findall(r"FLOPs: (\d+)", printed)))
+    flops = 0.0
+    for record in read_metrics(base / f"{stage}_checkpoints" / "tiny" / "metrics.jsonl"):
+        if "train/mfu" in record:
+            tokens = record["train/tok_per_sec"] * record["train/dt"]
+            # Masked scores count in MFU: 12 * width * window.
+            flops += record["train/mfu"] * record["train/dt"] * 1e18 - tokens * 12 * 128 * 128
+    assert flops == pytest.approx(counted, rel=0.01), "gates are not in the formula"
 
 
 @pytest.mark.parametrize("stage", ["mid", "sft", "rl"])

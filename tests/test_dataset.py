@@ -212,6 +212,18 @@ def test_another_encoding_is_refused_and_is_read_where_it_is_named(inputs, encod
     assert Counter("".join(made(inputs, encoding=encoding))) == Counter(data.decode(encoding)) + Counter(f"{LANGUAGES}")
 
 
+@pytest.mark.parametrize("text, encoding, words", [
+    ("Die Haftpflichtversicherung kostet 84 Euro im Jahr. Der Termin ist im März, sagt sie.", "cp1252", "im März"),
+    ("Un long début sans accent, ou presque. Le café est fermé à Noël ; où est la clé ?", "cp1252", "long début"),
+    ("Zażółć gęślą jaźń, proszę pana. Dziękuję bardzo za wszystko.", "cp1250", "Zażółć"),
+    ("Příliš žluťoučký kůň úpěl ďábelské ódy.", "cp1250", "Příliš"), ("Привет, как дела?" * 9, "cp1251", "Привет")])
+def test_the_hint_quotes_the_words_that_another_encoding_would_change(inputs, text, encoding, words):
+    """Not the beginning, which every encoding reads alike: then nobody could see whether the guess is right."""
+    (inputs / "a.txt").write_bytes(text.encode(encoding))
+    with refused(rf"a\.txt is not utf-8: .*--encoding={encoding}, .*{words}"):
+        make(str(inputs))
+
+
 def test_names_of_encodings_that_are_none_and_ascii_that_stays(inputs):
     (inputs / "a.txt").write_bytes(TALK.encode("iso-2022-jp"))
     assert "\x1b$B" in "".join(made(inputs, encoding="ascii"))

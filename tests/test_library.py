@@ -399,7 +399,8 @@ def test_a_bad_source_is_one_line_and_a_bad_file_is_named(folder, capsys):
     (folder / "good.md").write_text("The only sentence.")
     assert made(folder).passages == 1
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and all("is not read" in line for line in lines)
+    assert len(lines) == 4 and all("is not read" in line for line in lines[:3])
+    assert "1 passages" in lines[3] and "3 file" in lines[3]
     with pytest.raises(UserError, match="--name"):
         make_library(str(folder), name="python")
 

@@ -16,6 +16,7 @@ from nanochat.optim.pipeline import Pipeline, stage_layers
 from nanochat.optim.schedule import rows_at_a_time
 from nanochat.optim.zero import Buckets
 from nanochat.runtime.errors import UserError
+from nanochat.training import session
 from nanochat.training.records import read_metrics
 
 STEPS = 8
@@ -45,6 +46,7 @@ def small_script(rank: int, world_size: int, args: list[str], bad_rank: int) -> 
     gradient of infinity.
     """
     gpt_config.LAYER_WIDTH, gpt_config.HEAD_DIM = 16, 32
+    session.peak_flops = lambda *_: 1e18
     if rank == bad_rank:
         collect, steps = Buckets.collect_gradients, itertools.count()
 
@@ -103,11 +105,16 @@ def test_two_pipelines_side_by_side_draw_the_curve_of_one_rank(base, zero_stage)
 
 
 def test_every_piece_works_in_a_pipeline(base):
-    """Value embeddings, which each stage looks up for itself, and the smear, which the first stage has."""
+    """Value embeddings, which each stage looks up for itself, and the smear; MFU has the FLOPs of all stages."""
     pieces = dict(arch=ALL_PIECES)
     train(1, "pieces", **pieces)
     train(4, "pieces4", pipeline_stages=4, activation_checkpointing=True, **pieces)
     assert far(numbers(base, "pieces"), numbers(base, "pieces4")) < 1e-5
+    for tag, ranks in ("pieces", 1), ("pieces4", 4):
+        step = read_metrics(folder(base, tag) / "metrics.jsonl")[-2]
+        flops = step["train/mfu"] * ranks * 1e18 / step["train/tok_per_sec"]
+        # 4 layers, 64 wide, and a head of 384 tokens, padding included; three windows of 4 tokens, one of 16
+        assert flops == pytest.approx(6 * (4 * 12 * 64**2 + 64 * 384) + 12 * 64 * (3 * 4 + 16)), tag
 
 
 def test_a_run_goes_on_with_another_number_of_stages(base):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -230,6 +231,9 @@ def test_every_machine_has_the_same_steps_in_the_same_order():
     ("--help", 0, "--plan=8,H100,80 --price=2.5  # only shows"), ("-h", 0, "--rehearse     # every stage"),
     ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "/tests-of-none"),
     ("--plan", 2, "error: --plan: expected --plan=8,H100,80"), ("--plan=8,A100", 2, "of how many GB"),
+    ("--folder", 2, "--folder: expected --folder=~/notes"), ("--price", 2, "--price=2.5"),
+    ("--price=abc", 2, "--price=abc: expected --price=2.5"), ("--price=2,5", 2, "--price=2.5"),
+    ("--rehearse=1", 2, "expected --rehearse alone"), ("--run=", 2, "--run=NAME"),
     ("--chatt", 2, "--chatt is unknown")])
 def test_an_argument_is_answered_before_anything_is_made(tmp_path, argument, code, words):
     stand_in(tmp_path, 0, "")
@@ -247,6 +251,24 @@ def test_scripts_of_series_print_their_help_and_refuse_what_they_would_ignore(sc
         assert refused.returncode == 2 and "--depth=3 is unknown" in refused.stderr
 
 
+def test_setup_says_how_it_is_called_and_which_extras_there_are(tmp_path):
+    """Before anything is made: as a program it could not change the shell's PATH."""
+    stand_in(tmp_path, 0, "")
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for call, words in (("bash setup.sh dev", [". ./setup.sh"]), (". ./setup.sh --help", ["--help", *extras]),
+                        (". ./setup.sh hub,gpux", ["hub,gpux", *extras])):
+        done = bash(tmp_path, "-c", call)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and [word for word in words if word not in line] == [], line
+    assert not (tmp_path / "calls").exists()
+    assert bash(tmp_path, "-c", f"set -e; . ./setup.sh {','.join(extras)}; . ./setup.sh").returncode == 0
+
+
+def test_the_runner_of_all_tests_prints_its_help_and_runs_nothing():
+    shown = bash(REPO, "tests/run.sh", "--help", **no_venv())
+    assert shown.returncode == 0 and "Arguments go to pytest" in shown.stdout and "pipefail" not in shown.stdout
+
+
 # ---- A plan, which is shown and not run
 
 
@@ -259,8 +281,8 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
              for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80", "1,RTX 4090,24")]
     shown, *spelled, six, one = [plan.replace("h100", "H100") for plan in plans]
     assert spelled == [shown] * 2 and not any(base_folder.iterdir())
-    for plan, words in ((shown, ("cost $51 to $81 for 8 GPU(s) at $3 ", "in all 2.1 to 3.4 hours ")),
-                        (six, ("cost $77 to $121 for 6 GPU(s) at $3 ", "2 of 6 GPUs stand idle: rent 4\n")),
+    for plan, words in ((shown, ("cost $55 to $85 for 8 GPU(s) at $3 ", "in all 2.3 to 3.6 hours ")),
+                        (six, ("cost $72 to $101 for 6 GPU(s) at $3 ", "2 of 6 GPUs stand idle: rent 4\n")),
                         (six, ("disk 240 GiB; downloads 11 GB of text",)), (one, (" --depth=16 ", "=8 --save_every"))):
         assert [word for word in words if word not in plan] == [], plan
     assert "stand idle" not in shown and shown.count("--run=mine") == 4
@@ -273,7 +295,12 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     steps = round(9.4 * (12 * 22 * 1408**2 + 49152 * 1408) / 2**20)
     step = step_time(config_from_depth(22, 49152, 2048, arch="modern"), 32, 2, 8, datasheet_gpu("H100"), fp8=True)
     assert f"{steps:,} steps of 1,048,576 tokens in 2 micro-step(s)" in shown
-    assert f"{steps * step.seconds / 3600:.2f} hours at {2**20 / step.seconds:,.0f} tokens per second, 67% MFU" in shown
+    hours = steps * step.seconds / 3600
+    assert f"{hours:.2f} to {1.2 * hours:.2f} hours, at best {2**20 / step.seconds:,.0f} tokens per second, " in shown
+    # RL's hours follow from its steps: a GPU samples 32 answers of a step and 400 of an evaluation, at most 64 at a time.
+    for longest, slower, printed in (200, 1, "2.3 to "), (512, 1.2, " to 3.6 hours"):
+        rl = (467 * 1 + 9 * 7) * longest * 0.0224 / 3600
+        assert f"{slower * hours + rl + 4 / 8:.1f}" in printed
     assert " --depth=22 --target_param_data_ratio=9.4 --device_batch_size=32 " in shown
     assert " --num_shards=125\n" in shown and shown.count("--vocab_size=49152") == 1
 

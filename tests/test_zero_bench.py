@@ -1,4 +1,8 @@
 """The formulas of nanochat/plan/memory.py against what ranks really keep and send."""
+import contextlib
+import io
+import re
+
 import pytest
 import torch
 from conftest import ALL_PIECES  # first: it makes the repo importable where this file is run by itself
@@ -21,9 +25,12 @@ RUNS = {"2 ranks": (2, CONFIG, "float32"), "modern": (2, MODERN, "bfloat16"), "3
 def measure_models(rank: int, ranks: int) -> dict[str, list[dict]]:
     set_compile(False, "cpu")
     found = {}
-    for name, (of, config, dtype) in RUNS.items():
-        if of == ranks:
-            found[name] = measure_all(rank, ranks, config, dtype)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for name, (of, config, dtype) in RUNS.items():
+            if of == ranks:
+                found[name] = measure_all(rank, ranks, config, dtype)
+    # A sign of life for each stage: on a busy machine they take minutes.
+    assert re.findall(r"^stage (\d)", printed.getvalue(), re.MULTILINE) == [*"0123"] * len(found) * (rank == 0)
     return found
 
 

@@ -34,6 +34,9 @@ KIND = re.compile(r"\.(txt|md|markdown|rst|jsonl|ndjson|json|csv|tsv|parquet)(\.
 KINDS = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2/.xz of them)"
 TEXTS = ("txt", "md", "markdown", "rst")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+# What German, French, Spanish, Danish, … have beyond ASCII. Bytes of other languages, read as cp1252, are others, too.
+WESTERN = "àáâäåæçèéêëíîïñóôöøùúûüßœÀÁÂÄÅÆÇÈÉÊËÍÎÏÑÓÔÖØÙÚÛÜŒ¿¡«»„“”‘’–—…€§°\xa0"
+WESTERN_TEXT = re.compile(f"[\0-\x7f]*[{WESTERN}][\0-\x7f{WESTERN}]*")
 SEVEN_BIT = ("iso2022", "hz")  # names of encodings whose bytes are all ASCII begin with these
 # Data sets write these between stories. Only whole lines: a text may mention these words.
 SEPARATOR = re.compile(r"^(<\|endoftext\|>|<\|end_of_text\|>|</s>)[ \t\r]{0,9}(?:\n|\Z)", re.MULTILINE)
@@ -231,10 +234,15 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
 
     advice = "repair it, or convert it to UTF-8 with iconv, whose -c leaves out what cannot be read"
     with open_bytes(path) as file:
-        guesses = charset_normalizer.from_bytes(file.read(SAMPLE))
+        data = file.read(SAMPLE)
+    start = data.decode(named, "replace").find("\ufffd")
+    guesses = [guess.encoding for guess in charset_normalizer.from_bytes(data)]
+    if WESTERN_TEXT.fullmatch(data.decode("cp1252", "replace")):
+        guesses.insert(0, "cp1252")
     for guess in guesses:
-        if is_text(scan(path, guess.encoding)):
-            advice = f"perhaps --encoding={guess.encoding}, which begins {str(guess)[:40]!r}"
+        if is_text(scan(path, guess)):
+            around = data.decode(guess, "replace")[max(start - 20, 0) :][:40]
+            advice = f"perhaps --encoding={guess}, which reads {around!r}"
             break
     raise UserError(f"{path} is not {encoding}: {found['bad']:,} of its {found['characters']:,} characters "
                     f"cannot be read; {advice}")

@@ -61,16 +61,17 @@ CREATE INDEX names ON passages(last, key);
 def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8",
                  delimiter: str = "") -> Path:
     """
-    Make the library of a folder or file, or of "python", and return its path. The settings are the command's, see
+    Make the library of a folder or file, or of "python"; print and return its path. The settings are the command's, see
     scripts/library.py. An existing library is replaced as a whole.
     """
+    unread: list[str] = []  # files
     if source == "python":
         passages = python_passages()
     else:
         path = own_path(source, "python, or a folder or file of your own")
         source = str(path)
         name = name or KIND.sub("", path.name)
-        passages = file_passages(path, encoding, field, delimiter)
+        passages = file_passages(path, unread, encoding, field, delimiter)
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
@@ -89,13 +90,16 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
             database.create_function("stems", 1, lambda text: " ".join(stems(" ".join(map(split, words(text))))))
             database.executescript(SCHEMA)
             database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
-            if not database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount:
+            count = database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount
+            if not count:
                 raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
             for title, text in database.execute("SELECT title, text FROM passages"):
                 counts.update(words(f"{title} {text}"))
             database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
             database.executescript(FINISH)
             database.close()
+    lost = f"; {len(unread)} file(s) could not be read" if unread else ""
+    print(f"{place}: {count:,} passages, {place.stat().st_size / 1e6:.1f} MB{lost}")
     return place
 
 
@@ -121,8 +125,8 @@ def source_state(source: str) -> str:
 
 # ---- Passages
 
-def file_passages(source: Path, encoding: str, field: str, delimiter: str) -> Iterator[Passage]:
-    """The passages of all files; files that are not read are printed."""
+def file_passages(source: Path, unread: list[str], encoding: str, field: str, delimiter: str) -> Iterator[Passage]:
+    """The passages of all files; those that cannot be read are printed, and added to `unread`."""
     notes = Notes(list)
     for file in files_below(source, notes):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
@@ -139,6 +143,7 @@ def file_passages(source: Path, encoding: str, field: str, delimiter: str) -> It
         # Parsers raise all kinds of errors. One damaged file must not prevent a library of the others.
         except Exception as error:
             rest = " to its end" if lines else ""
+            unread.append(name)
             print(f"{name} is not read{rest}: {first_line(error)}")
     say(notes)
 

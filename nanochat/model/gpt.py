@@ -68,6 +68,8 @@ class GPT(nn.Module):
         self.lm_head = Head(config)
         # True: recompute each block in the backward pass.
         self.activation_checkpointing = False
+        # Of those in `estimate_flops`, what `forward` has left out since this was last set to 0.
+        self.flops_left_out = 0
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -198,6 +200,10 @@ class GPT(nn.Module):
             if 1 < counts.sum() < counts.numel():
                 counted = counts.flatten().nonzero()[:, 0]
                 targets, weights = (t if t is None else t.flatten()[counted] for t in (targets, weights))
+                width = self.config.n_embd
+                # Attention's output (width²), the MLP (8 width²) and the head, forward and backward.
+                flops = 6 * width * (9 * width + self.config.padded_vocab_size)
+                self.flops_left_out += flops * (counts.numel() - len(counted))
         return self.lm_head(self.hidden(tokens, documents, counted), targets, weights, reduction)
 
     def documents_in(self, tokens: Tensor) -> Tensor:

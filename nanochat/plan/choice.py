@@ -1,4 +1,5 @@
 """What speedrun.sh trains on a machine: depth and rows at a time, and their cost in hours and disk."""
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,6 +25,12 @@ CPU_STEPS = {
 }
 # The most rows at a time: a step has 512, and with 32, gradients are summed half as often as with 16.
 MAX_ROWS = 32
+# A step as it runs for an hour on eight H100s, against the estimate: published ones took 1.13 to 1.20 times as long.
+SLOWER = 1.2
+# How often RL on gsm8k samples, and how many answers: in its steps, and in its evaluations; 64 at a time on each GPU.
+SAMPLED = (467, 16 * 16), (9, 400 * 8)
+# Seconds for a token of 64 answers or of one, per layer: decoding waits for launches (bench.engine, one H200).
+DECODING = 0.0224 / 22
 SHARD = 0.09e9  # bytes of a shard of about 250 million characters, compressed
 SOFTWARE = 12e9  # bytes of torch and its CUDA libraries, the tasks, compiled kernels, the rehearsal
 
@@ -87,8 +94,9 @@ class Cost(NamedTuple):
 
 def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     """
-    The cost of all stages. Pretraining may take a fifth longer than estimated. The others (mid-training and fine-tuning
-    on half a billion tokens, reinforcement learning, evaluations, downloads, compiling) are guessed: 8 to 16 GPU hours.
+    The cost of all stages. Pretraining takes up to SLOWER as long as estimated. The longest answer of each batch that
+    RL samples has 200 to 512 tokens. The rest (mid-training and fine-tuning on half a billion tokens, evaluations,
+    downloads, compiling) is guessed: 4 GPU hours.
     """
     config = config_of(choice.depth)
     run = pretraining(config, ranks, choice.rows, SIZES[choice.depth].ratio)
@@ -97,7 +105,10 @@ def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     hours = run.steps * step / 3600
     rate = run.total_batch_size / step
     mfu = rate * shaped(config).estimate_flops() / (ranks * gpu.peak)
-    return Cost(run, step, hours, hours + 8 / ranks, 1.2 * hours + 16 / ranks, rate, mfu)
+    batches = sum(times * math.ceil(samples / ranks / 64) for times, samples in SAMPLED)
+    token = batches * choice.depth * DECODING / 3600  # hours for a token of the longest answers
+    rest = 4 / ranks
+    return Cost(run, step, hours, hours + 200 * token + rest, SLOWER * hours + 512 * token + rest, rate, mfu)
 
 
 def choose_size(ranks: int, gpu: Gpu, rows_that_fit: Callable[[int, int, bool], int]) -> Choice:

@@ -66,7 +66,7 @@ class Metrics:
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested = self.save_requested = False
         self.bad_steps = 0
-        self.pending: tuple[int, Tensor, torch.cuda.Event | None, int, dict] | None = None
+        self.pending: tuple[int, Tensor, torch.cuda.Event | None, dict] | None = None
         self.clock = time.perf_counter()
         self.session_steps = 0        # of this process
         self.session_seconds = 0.0    # without its first step
@@ -120,10 +120,12 @@ class Metrics:
                             f"{newest_saved(self.path.parent)}; try lower learning rates, a longer warmup or "
                             "grad_clip=1")
 
-    def log_step(self, step: int, values: Tensor, lrm: float, tokens: int | None = None) -> None:
+    def log_step(self, step: int, values: Tensor, lrm: float, tokens: int = 0,
+                 flops_left_out: int = 0) -> None:
         """
         Log a finished optimizer step. values: (5,) mean loss, gradient norm, 1 if both are finite, ranks that ask to
-        stop and to save. tokens: over all ranks, if they differ from step to step.
+        stop and to save. tokens: over all ranks, if they differ from step to step. flops_left_out: by this rank; others
+        are taken to leave out as many.
         """
         self.flush()
         now = time.perf_counter()
@@ -133,8 +135,15 @@ class Metrics:
             values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        record = {"train/steps": self.num_iterations, "train/lrm": lrm, "train/dt": now - self.clock}
-        self.pending = step, values, copied, tokens or self.total_batch_size, record
+        dt = now - self.clock
+        tokens = tokens or self.total_batch_size
+        rate = (self.flops_per_token * tokens - flops_left_out * rank_and_size()[1]) / dt
+        # No device exceeds its peak. A peak measured beside other processes was too low: from here the run's best rate
+        # counts. So the MFU shown on a CPU is an upper bound.
+        self.peak_flops = max(self.peak_flops, rate)
+        record = {"train/steps": self.num_iterations, "train/lrm": lrm, "train/dt": dt,
+                  "train/tok_per_sec": tokens / dt, "train/mfu": rate / self.peak_flops}
+        self.pending = step, values, copied, record
         self.clock = now
         if copied is None:
             self.flush()
@@ -143,7 +152,7 @@ class Metrics:
         """Read, print and write the step that is still pending, if there is one. Waits for the device to finish it."""
         if self.pending is None:
             return
-        step, values, copied, tokens, record = self.pending
+        step, values, copied, record = self.pending
         self.pending = None
         if copied:
             # Waits for the step before the one that the device computes now.
@@ -163,17 +172,11 @@ class Metrics:
         if self.session_steps:
             self.session_seconds += dt
         self.session_steps += 1
-        tok_per_sec = tokens / dt
-        # No device exceeds its peak. A peak measured beside other processes was too low: from here the run's best rate
-        # counts. So the MFU shown on a CPU is an upper bound. Positions without a target count in full, although a CPU
-        # leaves out a part of their work.
-        self.peak_flops = max(self.peak_flops, self.flops_per_token * tok_per_sec)
-        mfu = self.flops_per_token * tok_per_sec / self.peak_flops
         if ok:
             record |= {"train/loss": loss, "train/grad_norm": norm}
         else:
             record["train/skipped"] = state["skipped"]
-        self.log(step, record | {"train/tok_per_sec": tok_per_sec, "train/mfu": mfu})
+        self.log(step, record)
         smoothed = math.nan
         if state["ema_steps"]:
             smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"])
@@ -183,7 +186,8 @@ class Metrics:
         print0(
             f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | "
             f"smoothed loss {smoothed:.4f} | lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | "
-            f"{tok_per_sec:,.0f} tok/s | mfu {100 * mfu:.1f}% | {duration(state['elapsed'])} done, {left} left"
+            f"{record['train/tok_per_sec']:,.0f} tok/s | mfu {100 * record['train/mfu']:.1f}% | "
+            f"{duration(state['elapsed'])} done, {left} left"
         )
         if not ok:
             print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite "

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.model.gpt import model_without_memory
 from nanochat.model.table_gradient import compile_model
 from nanochat.optim.schedule import is_due
 from nanochat.optim.sharding import Sharding
@@ -47,10 +48,11 @@ class Session:
         model = sharding.model
         if set_compile(settings["compile"], sharding.device.type):
             compile_model(model)
+        whole = model_without_memory(model.config)  # a pipeline's stage is a part of it
         self.saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, self.step, settings["keep_last"],
                                       settings["overwrite"])
         self.metrics = Metrics(checkpoints, settings["run"], settings, self.step, num_iterations, tokens_per_step,
-                               model.estimate_flops(), peak_flops(sharding.device, sharding.dtype), metrics_state)
+                               whole.estimate_flops(), peak_flops(sharding.device, sharding.dtype), metrics_state)
         self.stop = StopRequest()
         self.stopped = False         # before this step, by a signal to some rank
         self.first_step = self.step  # it compiles
@@ -94,7 +96,9 @@ class Session:
         self.metrics.flush()
         self.saver.clear_state()
         yield
-        self.metrics.log_step(self.step, stats.values, lrm, tokens)
+        model = self.sharding.model
+        self.metrics.log_step(self.step, stats.values, lrm, tokens, model.flops_left_out)
+        model.flops_left_out = 0
         # All ranks have compiled: shorter timeouts from here.
         if self.step == self.first_step:
             after_first_step(*self.sharding.groups.values())
