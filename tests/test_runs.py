@@ -243,7 +243,7 @@ def facts(page: Path) -> dict[str, Counter]:
     """What a page has in any language: lines of code without comments, inline code, figures, links."""
     text = re.sub("<!--.*?-->", "", page.read_text(encoding="utf-8"))
     code = "".join(re.findall(r"```(?:\w*\n)(.*?)```", text, re.DOTALL))
-    code = re.sub(r"[ \t]+#.*|(?<=/)[ ]{2,}.*", "", code)  # "folder/    what it is" as well
+    code = re.sub(r"(?m)(?:^|[ \t]+)#.*|(?<=/)[ ]{2,}.*", "", code)  # "folder/    what it is" as well
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", text)
     links = {link for link in re.findall(r"\]\(([^)]*)\)", text)  # a page in both languages is linked in one's own
