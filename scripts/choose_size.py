@@ -116,7 +116,7 @@ idle = f"\n{gpus - ranks} of {gpus} GPUs stand idle: rent {ranks}" if ranks < gp
 print(f"depth {depth}: {parameters / 1e6:,.0f} million parameters; {run.steps:,} steps of {run.total_batch_size:,} "
       f"tokens in {run.micro_steps} micro-step(s)\n"
       f"pretraining on {ranks} x {gpu.name}: {whole.hours:.2f} to {SLOWER * whole.hours:.2f} hours, at best "
-      f"{whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a run that shows less than half of that after ten steps\n"
+      f"{whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a run that shows less than half in ten steps\n"
       f"in all {whole.least:.1f} to {whole.most:.1f} hours with the other stages, downloads and evaluations\n"
       f"cost {whole.dollars(gpus, price)} for {gpus} GPU(s) at ${price:g} per GPU and hour (--price=…){idle}\n"
       f"disk {disk(depth)} GiB; downloads {disk_bytes(depth)['text'] / 1e9:.0f} GB of text, 8 of software and tasks")

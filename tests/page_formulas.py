@@ -221,8 +221,10 @@ def minutes() -> str:
         run = pretraining(config, ranks, choice.rows, SIZES[choice.depth].ratio)
         fast = gpu.name in FP8_GPUS
         eight = fast and config.n_embd >= MIN_WIDTH
-        seconds = [step_time(config, choice.rows, run.micro_steps, ranks, gpu, fp8, flash if fast else 1.0).seconds
-                   for fp8, flash in ((False, FLASH2), (eight, FLASH2), (eight, 1.0))]
+        seconds = []
+        for fp8, flash in ((False, FLASH2), (eight, FLASH2), (eight, 1.0)):
+            step = step_time(config, choice.rows, run.micro_steps, ranks, gpu, fp8)
+            seconds.append(step.seconds + step.attention * (1 / flash - 1) * fast)
         column = [run.steps * step / 60 for step in seconds]
         for factor in (1.04, 1.014, 99 / 97.4):
             column.append(column[-1] / factor)

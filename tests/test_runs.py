@@ -186,6 +186,14 @@ def test_text_that_a_formula_makes_is_what_it_makes(tmp_path):
     assert len(printed) > 10 and [line for line in printed if line not in lines] == []
 
 
+@pytest.mark.parametrize("page", ["zero.md", "zero.zh-CN.md"])
+def test_a_step_has_the_same_words_on_its_page_and_in_its_script(page):
+    told = re.findall(r"(?m)^    #   (\w+) +\S", (REPO / "scripts" / "base_train.py").read_text())
+    assert told == ["forward", "backward", "reduce", "update", "gather"]
+    rows = re.findall(r"(?m)^\| \*\*(\w+)\*\* \|", (REPO / "docs" / page).read_text())
+    assert rows == ["own", *told[1:]]
+
+
 def test_the_maker_of_tables_says_which_there_are():
     names = page_formulas.blocks().keys()
     known, unknown = run_module("tests.page_formulas", "--help"), run_module("tests.page_formulas", "toru")

@@ -297,7 +297,7 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     assert f"{steps:,} steps of 1,048,576 tokens in 2 micro-step(s)" in shown
     hours = steps * step.seconds / 3600
     assert f"{hours:.2f} to {1.2 * hours:.2f} hours, at best {2**20 / step.seconds:,.0f} tokens per second, " in shown
-    # RL's hours follow from its steps: a GPU samples 32 answers of a step and 400 of an evaluation, at most 64 at a time.
+    # RL's hours follow from its steps: a GPU samples 32 answers of a step, 400 of an evaluation, at most 64 at a time.
     for longest, slower, printed in (200, 1, "2.3 to "), (512, 1.2, " to 3.6 hours"):
         rl = (467 * 1 + 9 * 7) * longest * 0.0224 / 3600
         assert f"{slower * hours + rl + 4 / 8:.1f}" in printed

@@ -88,6 +88,39 @@ def test_what_happens_by_keyboard(page):
     assert "a rank sends" not in says.inner_text()
 
 
+def test_the_unit_in_use_is_drawn(page):
+    """
+    Of depth 20 all 22 units. On stage 2 a rank has whole gradients of the unit that computes its backward pass and of
+    the one that is on its way, else an eighth; on stage 3 whole parameters of the unit that computes and of the next.
+    """
+    bars = """[...document.querySelectorAll("#ranks [data-holds]")].map(bar => [...bar.dataset.holds.split(" "),
+        Math.round(8 * bar.getAttribute("width") / (880 / 22 - 4))])"""
+    for moment, kind, whole in (("stage=2&at=backward-1", "gradients", (12, 11)),
+                                ("stage=3&at=backward-1", "gradients", (12, 11)),
+                                ("stage=3&at=backward-1", "parameters", (10, 11)),
+                                ("stage=3&at=forward-2", "parameters", (11, 12)),
+                                ("stage=2&at=forward-2", "gradients", ())):
+        page.goto((REPO / "docs" / "step.html").as_uri() + f"#hosts=1&perHost=8&microSteps=4&rank=3&{moment}")
+        found = {}
+        for rank, unit, held, eighths in page.evaluate(bars):
+            if rank == "3" and held == kind:
+                found[int(unit)] = max(eighths, found.get(int(unit), 0))
+        # A first backward pass has not come to the embedding yet.
+        there = range(11, 22) if kind == "gradients" and "backward" in moment else range(22)
+        assert found == {unit: 8 if unit in whole else 1 for unit in there}, (moment, kind)
+
+
+def test_pipeline_stages_show_their_layers_and_a_phone_does_not_scroll_sideways(page):
+    address = (REPO / "docs" / "step.html").as_uri()
+    page.goto(f"{address}#hosts=1&perHost=8&stage=1&pipeline=4&microSteps=8&at=pipeline-9")
+    units = page.evaluate("[...document.querySelectorAll('#ranks [data-holds$=optimizer]')].map(x => x.dataset.holds)")
+    counts = [sum(line.startswith(f"{rank} ") for line in units) for rank in range(8)]
+    assert counts == [7, 7, 6, 6, 6, 6, 3, 3], "6, 6, 6 and 2 layers, the embedding and the head"
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.set_viewport_size({"width": 1000, "height": 900})
+
+
 QUESTION = "hosts=1&perHost=8&microSteps=4&rank=3&at=backward-3"
 ANSWERS = {
     QUESTION: "6 of 11 · micro-step 3 of 4: backward pass\nRank 3, on host 0: it owns part 4 of 8 of each unit; ",

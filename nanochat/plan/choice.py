@@ -80,7 +80,6 @@ class Choice(NamedTuple):
 
 class Cost(NamedTuple):
     run: Pretraining
-    step: float             # seconds
     hours: float            # of pretraining
     least: float            # hours of all stages
     most: float
@@ -108,7 +107,7 @@ def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     batches = sum(times * math.ceil(samples / ranks / 64) for times, samples in SAMPLED)
     token = batches * choice.depth * DECODING / 3600  # hours for a token of the longest answers
     rest = 4 / ranks
-    return Cost(run, step, hours, hours + 200 * token + rest, SLOWER * hours + 512 * token + rest, rate, mfu)
+    return Cost(run, hours, hours + 200 * token + rest, SLOWER * hours + 512 * token + rest, rate, mfu)
 
 
 def choose_size(ranks: int, gpu: Gpu, rows_that_fit: Callable[[int, int, bool], int]) -> Choice:

@@ -43,16 +43,16 @@ class StepTime(NamedTuple):
 
 
 def step_time(
-    config: GPTConfig, rows: int, micro_steps: int, ranks: int, gpu: Gpu, fp8: bool = False, flash: float = 1.0
+    config: GPTConfig, rows: int, micro_steps: int, ranks: int, gpu: Gpu, fp8: bool = False
 ) -> StepTime:
-    """A step with `rows` rows on each rank and micro-step. fp8: blocks and head. flash: 1 or FLASH2."""
+    """A step with `rows` rows on each rank and micro-step. fp8: blocks and head."""
     (model,) = split_into_stages(config)
     tokens = rows * config.sequence_len
     rate = PRODUCTS * gpu.peak
     products = 6 * tokens * shaped(config).count_parameters("matrix", "head") / (2 * rate if fp8 else rate)
     attention = 0.0
     for layer in range(config.n_layer):
-        kernel = flash if config.window(layer) == config.sequence_len else flash * WINDOWS
+        kernel = 1 if config.window(layer) == config.sequence_len else WINDOWS
         # Two products for each score forward, five backward.
         attention += config.n_embd * scores(config, layer) * rows * (4 / FORWARD + 10 / BACKWARD) / (kernel * gpu.peak)
     stream = 2 * tokens * config.n_embd
