@@ -72,8 +72,6 @@ def cut_block(block: Block, variant: str) -> None:
         if p.dim() == 2:  # output matrices are cut by inputs, the table by columns, all others by outputs
             p.data = p.data.chunk(ranks, int(name.endswith(("c_proj.weight", "values.weight"))))[rank]
     attn = block.attn
-    attn.n_head //= ranks
-    attn.n_kv_head //= ranks
     entering, leaving = VARIANTS[variant]
 
     def before_attention(x, cos, sin):

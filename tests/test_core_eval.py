@@ -297,7 +297,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     records, name = read_metrics(base_folder / "base_checkpoints/d1/metrics.jsonl"), "CORE (up to 10 items a task)"
     measured = {record["step"]: record for record in records if f"core/{name}" in record}
     assert list(measured) == [2, 3]
-    assert measured[3].keys() == {"step", *(f"core/{label}" for label in (name, "low", "high", *TASKS))}
+    assert measured[3].keys() == {"step", "time", *(f"core/{label}" for label in (name, "low", "high", *TASKS))}
     low, high = (f"{measured[3][f'core/{bound}']:.4f}" for bound in ("low", "high"))
     score = f"{name} {measured[3][f'core/{name}']:.4f} (95% interval {low} to {high})\n"
     assert f"step 00003/00003 | {score}" in trained.stdout

@@ -99,8 +99,10 @@ def stats(loss: float, ok: bool = True, stops: int = 0) -> torch.Tensor:
 
 def new_metrics(folder, start_step=0, peak_flops=1e9, state=None) -> Metrics:
     """Of a run of four steps."""
-    return Metrics(folder, "", {}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak_flops=peak_flops,
-                   state=state)
+    metrics = Metrics(folder, "", {}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak_flops=peak_flops,
+                      state=state)
+    metrics.begin_file()  # a Session does after the first step
+    return metrics
 
 
 def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_loss(tmp_path, capsys):
@@ -133,7 +135,7 @@ def test_the_log_is_complete_after_a_kill(tmp_path, capsys):
     assert [(record["step"], record["train/loss"]) for record in records] == [
         (0, 4.0), (1, 3.0), (2, 1.0)], "what a killed run wrote beyond its checkpoint is gone"
     for record in records:
-        assert record.keys() == {"step"} | {
+        assert record.keys() == {"step", "time"} | {
             f"train/{what}" for what in ("steps", "loss", "grad_norm", "lrm", "dt", "tok_per_sec", "mfu")}
         assert record["train/tok_per_sec"] == pytest.approx(1000 / record["train/dt"])
         assert record["train/mfu"] == pytest.approx(1000 * 10 / record["train/dt"] / 1e9)
