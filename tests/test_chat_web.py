@@ -120,11 +120,6 @@ class Running:
         settings = {"model": model, "messages": chat(*contents), "temperature": 0} | settings
         return (client or self.client).chat.completions.create(**settings)
 
-    def elsewhere(self) -> openai.OpenAI:
-        """A client at another address."""
-        http = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"))
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=300, http_client=http)
-
     def connect(self, length: int) -> socket.socket:
         """A raw connection on which the head of a request for chat was sent, whose body is that long."""
         raw = socket.create_connection(("127.0.0.1", self.port), timeout=200)
