@@ -10,28 +10,19 @@
 #     bash speedrun.sh --plan=8,H100,80 --price=2.5  # only shows the commands for 8 H100 of 80 GB, hours and dollars
 #     bash speedrun.sh --run=NAME     # also logs training on GPUs to wandb, after `wandb login`
 set -euo pipefail
-chat="" folder="" depth=2 rehearsal="" plan="" show="" price="" wandb=""
-expected() { echo "error: $argument: expected $1" >&2; exit 2; }
+chat="" folder="" library="" depth=2 stages=cpu plan="" price="" wandb=""
 for argument in "$@"; do
     case $argument in
-        --chat) chat=yes ;; --full) depth=4 ;; --rehearse) rehearsal=rehearsal ;;
-        -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
+        --chat) chat=yes ;; --full) depth=4 ;; --rehearse) stages=rehearsal ;; --run=?*) wandb=$argument ;;
+        --plan=?*) plan=${argument#*=} ;; --price=?*) price=$argument ;;
         --folder=?*) folder=${argument#*=} folder=${folder/#\~/$HOME}
             [[ $folder == /* ]] || folder=$PWD/$folder  # a relative path begins where you are
-            [ -e "$folder" ] || { echo "error: no folder $folder: expected .txt, .md, … files" >&2; exit 2; }
             # The library is called after the folder or file; "python" is Python's own.
             library=$(cd "$folder" 2>/dev/null && pwd) || { library=${folder##*/} library=${library%%.*}; }
-            library=${library##*/} library=${library//[^[:alnum:]_-]/-}
-            case $library in "" | [Pp]ython) library=my-$library ;; esac ;;
-        --plan | --plan= | --plan=[!1-9]* | --plan=*[,x][Aa]100)  # A100s have 40 or 80 GB
-            expected "--plan=8,H100,80: how many GPUs, which, and of how many GB" ;;
-        --plan=*) plan=${argument#*=} show=--show ;;
-        --price | --price= | --price=*[!0-9.]*) expected "--price=2.5: dollars for one GPU and hour" ;;
-        --price=*) price=$argument ;; --run=?*) wandb=$argument ;;
-        --folder | --folder=) expected "--folder=~/notes, in one word" ;;
-        --run | --run=) expected "--run=NAME, in one word" ;;
-        --chat=* | --full=* | --rehearse=*) expected "${argument%%=*} alone" ;;
-        *) echo "error: $argument is unknown; bash speedrun.sh --help lists what is known" >&2; exit 2 ;;
+            library=${library##*/} library=${library//[^[:alnum:]_-]/-} library=${library/#[Pp]ython/my-python}
+            [ -e "$folder" ] || { echo "error: no folder $folder: expected .txt, .md, … files" >&2; exit 2; } ;;
+        -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
+        *) echo "error: $argument: expected one of those that bash speedrun.sh --help shows" >&2; exit 2 ;;
     esac
 done
 cd "$(dirname "$0")"
@@ -42,59 +33,47 @@ esac
 . ./setup.sh "$extra${extra:+${wandb:+,wandb}}"
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
-once() { python -m scripts.once $show "$@"; }  # once for the same command, --needs and --makes; a plan shows it
-[ -n "$plan" ] || python -m scripts.doctor     # what this machine has; ends here if nothing can be trained
+once() { python -m scripts.once ${plan:+--show} "$@"; }  # not again what is done; a plan only shows it
+[ -n "$plan" ] || python -m scripts.doctor               # what this machine has; ends here if nothing can be trained
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-[ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/${rehearsal:-cpu}.sh; exit; }
+[ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/$stages.sh; exit; }
 
 # ---- Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125; docs/gpus.md
 python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/gpus" --plan="$plan" $price
 . "$NANOCHAT_BASE_DIR/once/gpus"
-tag=speedrun-d$DEPTH made=report/sections/climbmix/speedrun-d$DEPTH
-run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 -m"
+tag=speedrun-d$DEPTH run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 -m"
 keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $wandb"
 model="--depth=$DEPTH --target_param_data_ratio=$RATIO --device_batch_size=$ROWS --save_every=1000 $keep"
-if [ -z "$plan" ]; then  # before anything is downloaded, three such steps on Python's library: do they fit, and save?
-    NANOCHAT_BASE_DIR+=/rehearsal
-    once data-python -- python -m scripts.dataset --source=python
-    once tokenizer-python --needs data/python/manifest.json --makes tokenizer/python -- \
-        python -m scripts.tok_train --data=python --vocab_size=$VOCAB
-    once steps-$tag --needs tokenizer/python --makes report/sections/python/$tag/base_train.json -- \
-        ${run/restarts=3/restarts=0} scripts.base_train --data=python --model_tag=$tag --overwrite $model \
-        --total_batch_size=$((2 * ROWS * 2048 * RANKS)) --num_iterations=3  # two micro-steps: gradients are summed
-    rm -rf "$NANOCHAT_BASE_DIR/base_checkpoints/$tag"
-    [ -z "$rehearsal" ] || { . runs/rehearsal.sh; exit; }
-    NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR%/rehearsal}
-fi
+[ -n "$plan" ] || . runs/trial.sh  # three such steps before anything is downloaded: do they fit, and save?
+[ $stages = cpu ] || [ -n "$plan" ] || { . runs/$stages.sh; exit; }
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=$library})
 [ -z "$chat" ] || [ -n "$plan" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live
-# ---- The base model: text, the assistant's library, tokenizer, training, evaluation
-once data-climbmix -- python -m scripts.dataset --source=climbmix --num_shards=$SHARDS
-once library -- python -m scripts.library --source=python
-[ -z "$folder" ] || once folder -- python -m scripts.library --source="$folder" --name=$library
-once tokenizer-climbmix --needs data/climbmix/manifest.json --makes tokenizer/climbmix -- \
-    python -m scripts.tok_train --data=climbmix --vocab_size=$VOCAB
-once base-$tag --needs data/climbmix/manifest.json tokenizer/climbmix --makes base_checkpoints/$tag -- \
-    $run scripts.base_train --data=climbmix --model_tag=$tag --resume=auto $model
-once base_eval-$tag --needs base_checkpoints/$tag eval_bundle --makes $made/base_eval.json -- \
-    $run scripts.base_eval --model_tag=$tag --core_metric_max_per_task=-1
+
+# ---- The base model: it learns to continue text
+once python -m scripts.dataset --source=climbmix --num_shards=$SHARDS
+once python -m scripts.library --source=python  # where the assistant will look things up
+[ -z "$folder" ] || once python -m scripts.library --source="$folder" --name=$library
+once python -m scripts.tok_train --data=climbmix --vocab_size=$VOCAB
+once $run scripts.base_train --data=climbmix --model_tag=$tag --resume=auto $model
+once $run scripts.base_eval --model_tag=$tag --core_metric_max_per_task=-1  # bits per byte, and CORE's 22 tasks
 # ---- The assistant: each stage starts from the previous stage's model; held-out problems judge the result
 judge=($run scripts.chat_eval --model_tag=$tag --max_problems=-1 --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k,
     humaneval, words:climbmix[:256], spellingbee[:256], tinyworld:identity, lookup, search")
-once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/mid_train.json -- \
-    $run scripts.mid_train --model_tag=$tag --resume=auto --device_batch_size=$ROWS --total_batch_size=524288 \
+# Mid-training: turns of a conversation, tools, and multiple choice.
+once $run scripts.mid_train --model_tag=$tag --resume=auto --device_batch_size=$ROWS --total_batch_size=524288 \
     --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 --save_every=200 $keep \
     --tasks="smoltalk, mmlu*3, gsm8k*4, words:climbmix*3, spellingbee[:20000], tinyworld:identity,
         after:lookup+tinyworld:identity[:1000], after:lookup+gsm8k[:2000], lookup, tokens:climbmix,
         lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
-once chat_eval-mid-$tag --needs mid_checkpoints/$tag --makes $made/chat_eval_mid.json -- "${judge[@]}" --source=mid
-once sft-$tag --needs mid_checkpoints/$tag --makes sft_checkpoints/$tag $made/chat_sft.json -- $run scripts.chat_sft \
-    --model_tag=$tag --resume=auto --device_batch_size=$FEW --init_lr_frac=0.02 --save_every=200 $keep \
+once "${judge[@]}" --source=mid
+# Supervised fine-tuning: few, good conversations, each in a row of its own as in a chat.
+once $run scripts.chat_sft --model_tag=$tag --resume=auto --device_batch_size=$FEW --init_lr_frac=0.02 \
+    --save_every=200 $keep \
     --tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:climbmix[:600], tinyworld:identity"
-once chat_eval-sft-$tag --needs sft_checkpoints/$tag --makes $made/chat_eval_sft.json -- "${judge[@]}" --source=sft
-once rl-$tag --needs sft_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat_rl.json -- $run scripts.chat_rl \
-    --model_tag=$tag --resume=auto --task=gsm8k --device_batch_size=$FEW --save_every=20 $keep
-once chat_eval-rl-$tag --needs rl_checkpoints/$tag --makes $made/chat_eval_rl.json -- "${judge[@]}" --source=rl
-once report -- python -m scripts.report --model_tag=$tag
+once "${judge[@]}" --source=sft
+# Reinforcement learning: it tries each problem several times, and learns from the answers that are right.
+once $run scripts.chat_rl --model_tag=$tag --resume=auto --task=gsm8k --device_batch_size=$FEW --save_every=20 $keep
+once "${judge[@]}" --source=rl
+once python -m scripts.report --model_tag=$tag
 [ -z "$chat" ] || [ -n "$plan" ] || wait
 echo "talk to it: . ./setup.sh && ${page[*]}"

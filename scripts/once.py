@@ -1,45 +1,76 @@
 """
-One step of a recipe: run a command, unless it has succeeded before and its inputs and results are unchanged.
+Run a command of a recipe, unless it has succeeded before and what it read and what it left are unchanged.
 
-    python -m scripts.once mid --needs base_checkpoints/d4 --makes mid_checkpoints/d4 -- \\
-        python -m scripts.mid_train --model_tag=d4 --resume=auto
+    python -m scripts.once python -m scripts.tok_train --data=tinyworld --vocab_size=4096
 
-Paths are relative to the base folder. once/<name>.json records the command and the SHA-256 sums of inputs and results:
-a result that is damaged, missing or made from other inputs is made again. Without --makes the command always runs: it
-knows what is left to do. --show prints the command instead.
+The command's script and settings say what it reads and leaves (FILES). once/NAME.json in the base folder records the
+command and the SHA-256 sums: a result that is damaged, missing or made from other inputs is made again. --show as the
+first argument prints the command instead.
 """
-import argparse
 import contextlib
 import hashlib
 import json
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from configurator import read_arguments, read_settings
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
 from nanochat.runtime.files import base_dir, sha256, write_text
-from nanochat.training.records import STEPS_LOG, newest_step, unfinished
+from nanochat.training.records import SCRIPTS, STEPS_LOG, newest_step, unfinished
 
 LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines again
+REPORT = "report/sections/*/{model_tag}/"
+# What each script reads, and what it leaves, in the base folder. Another script runs each time: it knows what is left
+# to do.
+FILES = {
+    "tok_train": (["data/{data}/manifest.json"], ["tokenizer/{data}"]),
+    "base_train": (["data/{data}/manifest.json", "tokenizer/{data}"],
+                   ["base_checkpoints/{model_tag}", REPORT + "base_train.json"]),
+    "base_eval": (["base_checkpoints/{model_tag}", "eval_bundle"], [REPORT + "base_eval.json"]),
+    "mid_train": (["base_checkpoints/{model_tag}"], ["mid_checkpoints/{model_tag}", REPORT + "mid_train.json"]),
+    "chat_sft": (["{source}_checkpoints/{model_tag}"], ["sft_checkpoints/{model_tag}", REPORT + "chat_sft.json"]),
+    "chat_rl": (["{source}_checkpoints/{model_tag}"], ["rl_checkpoints/{model_tag}", REPORT + "chat_rl.json"]),
+    "chat_eval": (["{source}_checkpoints/{model_tag}"], [REPORT + "chat_eval_{source}.json"]),
+}
 
 
-def digest(path: Path) -> str | None:
-    """SHA-256 of a file, or of a folder's files and names without hidden files and the log; None: nothing is there."""
-    if path.is_file():
-        return sha256(path)
-    content = hashlib.sha256()
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        if not file.name.startswith(".") and file.name != LOG:
-            content.update(f"{sha256(file)} {file.relative_to(path)}\n".encode())
-    return content.hexdigest() if path.exists() else None
+def files_of(command: list[str]) -> tuple[str, list[str], list[str]]:
+    """
+    (name, needs, makes) of a command that runs one of the scripts: the name of its record, and patterns of paths.
+    UserError if its settings are wrong.
+    """
+    place = next((i for i, word in enumerate(command) if word.startswith("scripts.")), None)
+    if place is None:
+        raise UserError(f"{shlex.join(command)} runs no script: expected python -m scripts.NAME --key=value")
+    script = command[place].removeprefix("scripts.")
+    settings, _ = read_settings(str(Path(__file__).with_name(f"{script}.py")))
+    values = {name: setting.default for name, setting in settings.items()}
+    values |= read_arguments(command[place + 1 :], settings)
+    # Trainings are called as their stage: the page finds them by "mid-TAG".
+    kinds = {module: stage for stage, module in SCRIPTS.items()}
+    kinds["scripts.chat_eval"] = f"chat_eval-{values.get('source')}"
+    about = (Path(str(values.get(key) or "")).name for key in ("model_tag", "data", "name", "source"))
+    needs, makes = ([path.format(**values) for path in paths] for paths in FILES.get(script, ([], [])))
+    return f"{kinds.get(command[place], script)}-{next(filter(None, about), 'newest')}", needs, makes
 
 
-def digests(paths: list[str]) -> dict[str, str | None]:
-    return {path: digest(base_dir() / path) for path in paths}
+def digest(pattern: str) -> str | None:
+    """
+    SHA-256 of the names and contents of the files at, or in, the paths that match a pattern in the base folder, without
+    hidden files and the log. None: nothing is there.
+    """
+    content, paths = hashlib.sha256(), sorted(base_dir().glob(pattern))
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and not file.name.startswith(".") and file.name != LOG:
+                content.update(f"{sha256(file)} {file.relative_to(base_dir())}\n".encode())
+    return content.hexdigest() if paths else None
 
 
 def run(command: list[str]) -> int:
@@ -68,14 +99,11 @@ def note(**record: Any) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def once(name: str, needs: list[str], makes: list[str], show: bool, command: list[str]) -> None:
-    """Run the command unless its record says that it is done. UserError if a result is missing."""
-    if show:
-        print(f"\n=== {name}\n{' '.join(shlex.join(command).split())}")
-        return
+def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
+    """Run the command unless its record says that it is done. UserError if it leaves no result."""
     print(f"\n=== {name}, {time.strftime('%H:%M:%S')}", flush=True)
     path = base_dir() / "once" / f"{name}.json"
-    record: dict[str, Any] = {"command": command, "needs": digests(needs), "makes": digests(makes)}
+    record = {"command": command, "needs": [*map(digest, needs)], "makes": [*map(digest, makes)]}
     if makes and path.is_file() and json.loads(path.read_bytes()) == record:
         print(f"done before: {', '.join(makes)}", flush=True)
         return
@@ -86,26 +114,25 @@ def once(name: str, needs: list[str], makes: list[str], show: bool, command: lis
     if code:
         # The command has said why. After a signal, the code is what a shell would give.
         raise SystemExit(code if code > 0 else 128 - code)
-    record["makes"] = digests(makes)
-    for result in makes:
-        if record["makes"][result] is None:
+    record["makes"] = [*map(digest, makes)]
+    for result, found in zip(makes, record["makes"], strict=True):
+        if found is None:
             raise UserError(f"{name} has ended without making {result} in {base_dir()}")
         newest = newest_step(base_dir() / result)
         # Under torchrun a run that was stopped exits with 0.
         if newest and unfinished(newest):
             raise UserError(f"{name} was stopped before its end; the same command goes on")
-    for need in needs:
-        if record["needs"][need] is None:  # the command has fetched it
-            record["needs"][need] = digest(base_dir() / need)
+    # What the command has fetched itself.
+    record["needs"] = [before or digest(need) for need, before in zip(needs, record["needs"], strict=True)]
     write_text(path, json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":
     install_one_line_errors()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", help="of the record")
-    parser.add_argument("--needs", nargs="+", default=[], metavar="PATH", help="read by the command")
-    parser.add_argument("--makes", nargs="+", default=[], metavar="PATH", help="left when it ends well")
-    parser.add_argument("--show", action="store_true", help="print the command and do nothing")
-    parser.add_argument("command", nargs="+", help="after --")
-    once(**vars(parser.parse_args()))
+    show = sys.argv[1:2] == ["--show"]
+    command = sys.argv[1 + show :]
+    files = files_of(command)
+    if show:
+        print(f"\n=== {files[0]}\n{' '.join(shlex.join(command).split())}")
+    else:
+        once(*files, command)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, run_module, warm_python
+from conftest import REPO, warm_python
 from ranks import run_as_main
 from test_runs import problems
 
@@ -24,6 +24,7 @@ from nanochat.plan.step_time import step_time
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Gpu, datasheet_gpu
 from nanochat.tasks import SPEC, TASKS
+from scripts.once import files_of, once
 
 
 def no_venv() -> dict[str, str]:
@@ -31,29 +32,35 @@ def no_venv() -> dict[str, str]:
     return {"NANOCHAT_NO_VENV": "1", "PATH": f"{Path(warm_python()).parent}:{os.environ['PATH']}"}
 
 
-def once(name: str, command: str, **paths: str) -> tuple[int, str, str]:
-    """scripts.once with a command of the shell, run in the base folder; its exit code and what it printed."""
-    options, script = [f"--{option}={path}" for option, path in paths.items()], f"cd $NANOCHAT_BASE_DIR && {command}"
-    done = run_module("scripts.once", name, *options, "--", "sh", "-c", script)
-    assert re.match(rf"\n=== {name}, \d\d:\d\d:\d\d\n", done.stdout)
-    return done.returncode, done.stdout.split("\n", 2)[2], done.stderr
-
-
 @pytest.fixture(autouse=True)
 def there(base_folder):
     base_folder.mkdir()
 
 
-def test_once_repeats_only_what_is_no_longer_as_it_was(base_folder):
+@pytest.fixture
+def stage(base_folder, capfd):
+    """scripts.once with a command of the shell, run in the base folder: its exit code and what it printed."""
+    def call(command: str, makes: tuple[str, ...] = ("made",)) -> tuple[int, str]:
+        code = 0
+        try:
+            once("stage", ["input"], [*makes], ["sh", "-c", f"cd $NANOCHAT_BASE_DIR && {command}"])
+        except (SystemExit, UserError) as error:
+            code = error.code if isinstance(error, SystemExit) else str(error)
+        return code, capfd.readouterr().out.split("\n", 2)[2]
+
+    return call
+
+
+def test_once_repeats_only_what_is_no_longer_as_it_was(stage, base_folder):
     """Not again while command, input and result are the same; again when any of them has changed, and only then."""
     script = "mkdir -p made && cat input >> made/result && echo x >> runs"
     result = base_folder / "made" / "result"
 
     def runs(command: str = script) -> int:
         """How often the command has run after two more calls; the second always finds it done."""
-        once("stage", command, needs="input", makes="made")
+        stage(command)
         count = (base_folder / "runs").read_text().count("x")
-        assert once("stage", command, needs="input", makes="made") == (0, "done before: made\n", "")
+        assert stage(command) == (0, "done before: made\n")
         assert (base_folder / "runs").read_text().count("x") == count
         return count
 
@@ -73,24 +80,39 @@ def test_once_repeats_only_what_is_no_longer_as_it_was(base_folder):
     assert runs(script + " && true") == 6
 
 
-def test_once_knows_a_run_that_was_stopped_from_one_that_has_ended():
+def test_once_knows_a_run_that_was_stopped_from_one_that_has_ended(stage):
     """A training run that is sent SIGTERM saves, and ends well, in the middle."""
-    meta = """echo '{"step": %d, "num_iterations": 1000000}' > run/step_%06d/meta.json"""
-    mine = "mkdir -p run/step_%06d run/step_9999999.mine && touch run/step_9999999.mine/meta.json && " + meta
+    meta = """mkdir -p made/step_%06d && echo '{"step": %d, "num_iterations": 1000000}' > made/step_%06d/meta.json"""
     for step in (20, 999_999):  # the newest counts, by number
-        message = "error: run was stopped before its end; the same command goes on\n"
-        assert once("run", mine % (step, step, step), makes="run") == (1, "", message)
-    assert once("run", mine % (10**6, 10**6, 10**6), makes="run") == (0, "", "")
-    assert once("run", mine % (10**6, 10**6, 10**6), makes="run") == (0, "done before: run\n", "")
+        assert "was stopped before its end" in stage(meta % (step, step, step))[0]
+    assert stage(meta % (10**6, 10**6, 10**6)) == (0, "")
+    assert stage(meta % (10**6, 10**6, 10**6)) == (0, "done before: made\n")
 
 
-def test_once_reports_failures_as_the_command_did_and_remembers_none_of_them(base_folder):
-    assert once("stage", "echo why >&2; exit 7", makes="result") == (7, "", "why\n")
-    assert once("stage", "kill -9 $$", makes="result")[0] == 137
-    message = f"error: stage has ended without making result in {base_folder}\n"
-    assert once("stage", "true", makes="result") == (1, "", message)
-    assert once("stage", "echo x > result", makes="result") == (0, "", "")
-    assert once("stage", "echo x > result", makes="result") == (0, "done before: result\n", "")
+def test_once_reports_failures_as_the_command_did_and_remembers_none_of_them(stage):
+    assert stage("exit 7")[0] == 7
+    assert stage("kill -9 $$")[0] == 137
+    assert "without making made" in stage("true")[0]
+    assert stage("echo x > made") == (0, "")
+    assert stage("echo x > made") == (0, "done before: made\n")
+
+
+def test_once_knows_what_a_command_reads_and_leaves():
+    """By its script and settings, also by default settings; a wrong setting is refused before anything runs."""
+    run = "torchrun --standalone --nproc_per_node=8 -m"
+    report = "report/sections/*/d4/"
+    for command, expected in (
+        ("python -m scripts.tok_train --data=mine",
+         ("tok_train-mine", ["data/mine/manifest.json"], ["tokenizer/mine"])),
+        (f"{run} scripts.chat_rl --model_tag=d4",
+         ("rl-d4", ["sft_checkpoints/d4"], ["rl_checkpoints/d4", report + "chat_rl.json"])),
+        (f"{run} scripts.chat_eval --source mid --model_tag d4",
+         ("chat_eval-mid-d4", ["mid_checkpoints/d4"], [report + "chat_eval_mid.json"])),
+        ("python -m scripts.library --source=/home/me/notes", ("library-notes", [], []))):
+        assert files_of(command.split()) == expected
+    for command in ("python -m scripts.tok_train --dtaa=mine", "ls -l"):
+        with pytest.raises(UserError, match="data|ls -l"):
+            files_of(command.split())
 
 
 SAVES = """
@@ -108,10 +130,10 @@ time.sleep(1000)
 
 def test_once_lets_a_command_save(base_folder):
     """Ctrl-C as a terminal sends it, and SIGTERM to `once` alone: the command ends in its own time."""
-    arguments = ["stage", "--makes", "result", "--", sys.executable, "-c", SAVES]
+    call = f"import sys; from scripts.once import once; once('stage', [], ['result'], {[sys.executable, '-c', SAVES]})"
 
     def start() -> subprocess.Popen:
-        process = subprocess.Popen([sys.executable, "-m", "scripts.once", *arguments], cwd=REPO, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-c", call], cwd=REPO, start_new_session=True)
         deadline = time.monotonic() + 300
         while not (base_folder / "running").exists():
             assert time.monotonic() < deadline
@@ -127,7 +149,7 @@ def test_once_lets_a_command_save(base_folder):
 
 def copy_scripts(folder: Path) -> None:
     (folder / "runs").mkdir(exist_ok=True)
-    for name in ("speedrun.sh", "setup.sh", "pyproject.toml", "runs/cpu.sh", "runs/rehearsal.sh"):
+    for name in ("speedrun.sh", "setup.sh", "pyproject.toml", "runs/cpu.sh", "runs/rehearsal.sh", "runs/trial.sh"):
         (folder / name).write_bytes((REPO / name).read_bytes())
 
 
@@ -137,6 +159,8 @@ def write_python(folder: Path, script: str) -> None:
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text("#!/bin/sh\n" + script)
     python.chmod(0o755)
+    (python.parent / "torchrun").write_text('#!/bin/sh\nexec python torchrun "$@"\n')
+    (python.parent / "torchrun").chmod(0o755)
 
 
 def bash(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -158,7 +182,7 @@ def stand_in(folder: Path, gpus: int, chosen: str, three_steps: str = ":") -> No
     *choose_size*) mkdir -p "$NANOCHAT_BASE_DIR/once"; echo "{chosen}" > "$NANOCHAT_BASE_DIR/once/gpus" ;;
     *) echo "$@" >> calls ;;
 esac
-case "$*" in *--num_iterations=3*) {three_steps} ;; esac
+case "$*" in *--num_iterations=3*) mkdir -p "$NANOCHAT_BASE_DIR"; {three_steps} ;; esac
 """)
     sums = subprocess.check_output(["cksum", "pyproject.toml"], cwd=folder, text=True).strip()
     (folder / ".venv" / "installed").write_text(f"{sums} dev\n")
@@ -188,17 +212,17 @@ def test_what_is_run_on_gpus(tmp_path):
     trained = {script: line for line in calls[place + 1 :] for script in STAGES if f"scripts.{script} " in line}
     assert list(trained) == STAGES
     for script, line in trained.items():
-        assert " -- torchrun --standalone --nproc_per_node=2 --max-restarts=3 " in line
+        assert "scripts.once torchrun --standalone --nproc_per_node=2 --max-restarts=3 " in line
         assert "--model_tag=speedrun-d20 --resume=auto" in line and "--activation_checkpointing=True" in line
         assert f"--device_batch_size={8 if script in ('base_train', 'mid_train') else 4} " in line
     shape = trained["base_train"].partition(" torchrun ")[2].replace("climbmix", "python")
     shape = shape.replace("restarts=3", "restarts=0").replace("--resume=auto", "--overwrite")
     tokens = 2 * 8 * 2048 * 2
-    assert calls[place].partition(" torchrun ")[2] == f"{shape} --total_batch_size={tokens} --num_iterations=3"
+    assert calls[place].partition("torchrun ")[2] == f"{shape} --total_batch_size={tokens} --num_iterations=3"
     assert "climbmix" not in "".join(calls[:place])
-    assert f"once folder -- python -m scripts.library --source={notes[0]} --name=My-notes-2024" in "".join(calls)
+    assert f"once python -m scripts.library --source={notes[0]} --name=My-notes-2024" in "".join(calls)
     rehearsed = speedrun(tmp_path, "--rehearse", "--chat", f"--folder={notes[1]}")
-    assert rehearsed[: place + 1] == calls[: place + 1], "the same, so that they are not done again"
+    assert "--num_iterations=3 " not in "".join(rehearsed), "not again"
     assert "--nproc_per_node=3 -m scripts.base_train" in "".join(rehearsed), "all GPUs"
     assert rehearsed[-1].startswith("-m scripts.chat_web --source=rl --model_tag=reh")
     assert rehearsed[-1].endswith(" --library=my-python"), "python is the library of Python itself"
@@ -217,24 +241,20 @@ def test_every_machine_has_the_same_steps_in_the_same_order():
     steps = {}
     for name in ("speedrun.sh", "runs/cpu.sh", "runs/rehearsal.sh"):
         text = (REPO / name).read_text()
-        commands = re.sub(r"(\s\\)?\n +", " ", text[text.index("once library") :])
-        steps[name] = re.findall(r"once (\S+?)(?:-\$tag|-climbmix|-tinyworld)? -", commands)
+        commands = re.sub(r"(\s\\)?\n +", " ", text[text.index("once python -m scripts.library") :])
+        steps[name] = re.findall(r"^once .*?(?:scripts\.(\w+)|(--source=\w+))", commands, re.M)
         specs = ", ".join(re.findall(r'--tasks="([^"]+)"', text)).split(",")
         assert len(specs) > 5 and all(SPEC.fullmatch(spec.strip())["name"] in TASKS for spec in specs)
         assert problems(commands, REPO) == [] and max(map(len, text.splitlines())) <= 120
-    tuned = [step for step in steps["speedrun.sh"] if step not in ("base_eval", "sft", "chat_eval-sft")]
-    assert len(tuned) > 8 and steps["runs/cpu.sh"] == tuned, steps
+    tuned = [step for step in steps["speedrun.sh"] if not {"base_eval", "chat_sft", "--source=sft"}.intersection(step)]
+    assert len(tuned) > 7 and steps["runs/cpu.sh"] == tuned, steps
     assert steps["runs/rehearsal.sh"] == steps["speedrun.sh"], steps
 
 
 @pytest.mark.parametrize("argument, code, words", [
     ("--help", 0, "--plan=8,H100,80 --price=2.5  # only shows"), ("-h", 0, "--rehearse     # every stage"),
     ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "/tests-of-none"),
-    ("--plan", 2, "error: --plan: expected --plan=8,H100,80"), ("--plan=8,A100", 2, "of how many GB"),
-    ("--folder", 2, "--folder: expected --folder=~/notes"), ("--price", 2, "--price=2.5"),
-    ("--price=abc", 2, "--price=abc: expected --price=2.5"), ("--price=2,5", 2, "--price=2.5"),
-    ("--rehearse=1", 2, "expected --rehearse alone"), ("--run=", 2, "--run=NAME"),
-    ("--chatt", 2, "--chatt is unknown")])
+    ("--plan", 2, "--plan: expected"), ("--run=", 2, "--run=: expected"), ("--chatt", 2, "--chatt: expected")])
 def test_an_argument_is_answered_before_anything_is_made(tmp_path, argument, code, words):
     stand_in(tmp_path, 0, "")
     done = bash(tmp_path, "speedrun.sh", argument)
@@ -373,9 +393,10 @@ def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
 
 def test_how_long_a_cpu_takes(choose, tmp_path):
     """A step takes so many milliseconds a layer if nothing else runs, and more as the machine is."""
-    steps = re.findall(r"^.*\bonce (\S+) -", (REPO / "runs" / "cpu.sh").read_text(), re.MULTILINE)
-    assert [name for step in steps if (name := step.replace("$tag", "assistant-d4")) not in (
-        "library", "folder", "report")] == [*cpu_seconds(4, 200)]
+    show = 'once() { python -m scripts.once --show "$@"; }; python() { case "$2" in *once) command python "$@"; esac; }'
+    shown = bash(REPO, "-c", f"{show}; depth=4; . runs/cpu.sh", **no_venv()).stdout
+    steps = re.findall("^=== (.*)$", shown, re.M)
+    assert [step for step in steps if step not in ("library-python", "report-assistant-d4")] == [*cpu_seconds(4, 200)]
     fast, as_now = (sum(cpu_seconds(2, ms).values()) / 60 for ms in (200, 1800))
     first = f"on this machine this will take about {fast:.0f} minutes"
     assert choose(ms=100, busy=1.2)[1] == f"{first}\n"
@@ -418,12 +439,12 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     what came of them stays.
     """
     folder = base_folder / "rehearsal"
-    killed = rehearse(until="=== chat_eval-sft")
+    killed = rehearse(until="=== chat_eval-sft-rehearsal")
     assert "done before" not in killed and "=== sft-rehearsal" in killed
 
-    evaluation = "report/sections/tinyworld/rehearsal/base_eval.json"
-    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", evaluation}
-    kept = [folder / name for name in finished | {"sft_checkpoints/rehearsal"}]
+    sections = (f"report/sections/*/rehearsal/{script}.json" for script in ("base_train", "base_eval"))
+    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", *sections}
+    kept = [path for name in finished | {"sft_checkpoints/rehearsal"} for path in folder.glob(name)]
     before = {path: path.stat().st_mtime_ns for top in kept for path in list(top.glob("step_*/*")) or [top]}
     weights = sorted((folder / "mid_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
     whole = weights.read_bytes()

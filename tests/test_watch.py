@@ -116,8 +116,8 @@ def test_damaged_files_hurt_nobody(base_folder):
 
 def test_the_steps_of_a_speedrun_are_noted(base_folder):
     with pytest.raises(SystemExit):
-        once("bad", [], [], False, [sys.executable, "-c", "raise SystemExit(7)"])
-    once("good", [], [], False, [sys.executable, "-c", "import time; time.sleep(0.2)"])
+        once("bad", [], [], [sys.executable, "-c", "raise SystemExit(7)"])
+    once("good", [], [], [sys.executable, "-c", "import time; time.sleep(0.2)"])
     bad, good = state(Runs())["steps"]
     assert (bad["name"], bad["code"], good["name"], good["code"]) == ("bad", 7, "good", 0)
     assert 0.2 < good["ended"] - good["began"] < time.time() - bad["began"]

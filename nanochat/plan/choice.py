@@ -19,7 +19,7 @@ from nanochat.runtime.flops import Gpu
 MAX_HOURS = 12
 # Steps of runs/cpu.sh: seconds that do not depend on the model, and all others counted in steps of pretraining.
 CPU_STEPS = {
-    "data-tinyworld": (4, 8), "tokenizer-tinyworld": (4, 10),
+    "dataset-tinyworld": (4, 8), "tok_train-tinyworld": (4, 10),
     "base-assistant-d{}": (17, 235), "mid-assistant-d{}": (20, 1120), "chat_eval-mid-assistant-d{}": (6, 30),
     "rl-assistant-d{}": (8, 130), "chat_eval-rl-assistant-d{}": (13, 70),
 }
