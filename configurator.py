@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.runtime.console import escape_unprintable
+from nanochat.runtime.environment import set_environment
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.exits import install_one_line_errors
 
@@ -55,8 +56,10 @@ def configure(script_globals: dict[str, Any]) -> dict[str, Any]:
     Apply the command line to a script's settings and write them into its globals.
 
     Returns every setting in source order, as a dict that JSON can hold. Exits with 0 after --help, and with 2 after
-    one line on stderr when the command line does not fit. Installs the one-line error hook.
+    one line on stderr when the command line does not fit. Installs the one-line error hook, and sets the environment
+    in which torch is to be loaded.
     """
+    set_environment()
     settings, docstring = read_settings(script_globals["__file__"])
     argv = sys.argv[1:]
     escape_unprintable()

@@ -3,13 +3,6 @@
 [[ ${1:-dev}, =~ ^((dev|gpu|hub|structured|wandb),)+$ ]] || {
     echo "error: $1 is no extra: expected . ./setup.sh, or with some of dev,gpu,hub,structured,wandb" >&2; return 2; }
 # NANOCHAT_NO_VENV=1: the Python on the PATH is used as it is. CUDA_VISIBLE_DEVICES= hides the GPUs.
-# Rounds that a waiting OpenMP thread spins: 1,000 cost a seventh of the speed, 300,000 nine tenths on a busy machine.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
-# torch 2.13 would use cached kernels that it compiled for another instruction set, and compute wrong numbers or crash.
-[ -z "${ATEN_CPU_CAPABILITY:-}" ] || export \
-    TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor-$(id -un)-$ATEN_CPU_CAPABILITY}"
-# Containers often set this; then each start of a script would compile torch's modules again, for 3 to 8 seconds.
-unset PYTHONDONTWRITEBYTECODE
 # Under nohup a lost connection should stop nothing, but torchrun would act on the signal.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
 # Seconds for a save before torchrun kills its ranks; torch 2.11 has neither this variable nor the option, and waits 30.
