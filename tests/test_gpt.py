@@ -18,7 +18,7 @@ from nanochat.data.batch_shape import document_offsets
 from nanochat.data.padding import padded_length
 from nanochat.model.attention import (
     attention,
-    document_begins,
+    document_starts,
     has_varlen,
     query_blocks,
     varlen_attention,
@@ -27,7 +27,7 @@ from nanochat.model.attention import (
 from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
-from nanochat.model.layers import Table
+from nanochat.model.layers import Embedding
 from nanochat.model.loss import CHUNK_LOGITS, softcapped_cross_entropy, token_losses
 from nanochat.model.table_gradient import Lookup, compile_model
 from nanochat.optim.zero import shard_model
@@ -144,16 +144,16 @@ def test_logits_loss_and_gradients_are_those_of_the_definition(n_kv_head, softca
     tokens = torch.randint(70, (3, 32), generator=torch.Generator().manual_seed(0))
     tokens[0, [0, 6, 19]] = tokens[1, 30] = 3  # documents begin; there are none in the third row
     expected = definition(model, weights, tokens)
-    documents = model.documents_in(tokens)
+    cu_seqlens = model.cu_seqlens_of(tokens)
     begin = [i for i in range(96) if i % 32 == 0 or tokens.flatten()[i] == model.config.document_token]
-    assert documents.tolist() == [*begin, 96]
-    torch.testing.assert_close(model(tokens, documents=documents).double(), expected, atol=2e-4, rtol=0)
+    assert cu_seqlens.tolist() == [*begin, 96]
+    torch.testing.assert_close(model(tokens, cu_seqlens=cu_seqlens).double(), expected, atol=2e-4, rtol=0)
     targets = tokens.roll(-1, 1)
     targets[1, 5:] = -1
     nats = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view(3, 32)
     mean = nats.sum() / (targets >= 0).sum()
     for reduction, exact, atol in (("none", nats, 3e-4), ("sum", nats.sum(), 5e-3), ("mean", mean, 1e-4)):
-        loss = model(tokens, targets, reduction=reduction, documents=documents)
+        loss = model(tokens, targets, reduction=reduction, cu_seqlens=cu_seqlens)
         torch.testing.assert_close(loss.double(), exact, atol=atol, rtol=0)
     loss.backward(), mean.backward()
     for name, p in model.named_parameters():
@@ -161,7 +161,7 @@ def test_logits_loss_and_gradients_are_those_of_the_definition(n_kv_head, softca
         assert (p.grad - exact).norm() <= 1e-4 * exact.norm(), name
 
 
-def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, begins=None) -> torch.Tensor:
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, doc_start=None) -> torch.Tensor:
     """The definition, in float32, with every key head repeated: slow; the kernels are compared with it."""
     length, group = q.size(1), q.size(2) // k.size(2)
     q, k, v = (heads.transpose(1, 2).float() for heads in (q, k, v))
@@ -169,8 +169,8 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, windo
     scores = q @ k.mT / q.size(-1) ** 0.5                                   # (B, H, T, T)
     seen = torch.ones(length, length, dtype=torch.bool)
     unseen = ~seen.tril() | seen.tril(-window)
-    if begins is not None:
-        unseen = unseen | (torch.arange(length) < begins[:, None, :, None])
+    if doc_start is not None:
+        unseen = unseen | (torch.arange(length) < doc_start[:, None, :, None])
     return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).transpose(1, 2)
 
 
@@ -178,11 +178,11 @@ def documents_of_two_rows(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Documents of 1, 2, 70 and more tokens; of all but the last token. Offsets, and begins found one by one."""
     first = list(itertools.takewhile(lambda size: size > 0, (1, 2, min(70, length - 3), length - 73)))
     rows = [first, [length - 1, 1]]  # the last document of the first row goes on to its end
-    begins = torch.zeros(2, length, dtype=torch.int64)
-    for row, sizes in zip(begins, rows):
+    doc_start = torch.zeros(2, length, dtype=torch.int64)
+    for row, sizes in zip(doc_start, rows):
         for begin in itertools.accumulate(sizes[:-1]):
             row[begin:] = begin
-    return document_offsets(rows, 2, length), begins
+    return document_offsets(rows, 2, length), doc_start
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -199,13 +199,13 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, 
     generator = torch.Generator().manual_seed(length)
     q, k, v, upstream = (torch.randn(2, length, h, 16, generator=generator, requires_grad=True)
                          for h in (heads, kv_heads, kv_heads, heads))
-    documents, begins = documents_of_two_rows(length)
+    cu_seqlens, doc_start = documents_of_two_rows(length)
     if not apart:
-        documents, begins = torch.tensor([0, length, 2 * length], dtype=torch.int32), None
+        cu_seqlens, doc_start = torch.tensor([0, length, 2 * length], dtype=torch.int32), None
     else:
-        assert torch.equal(document_begins(documents, 2, length), begins)
-    expected = reference_attention(q, k, v, window, begins)
-    got = attention(q, k, v, window, documents if kernel == "varlen" else None, begins)
+        assert torch.equal(document_starts(cu_seqlens, 2, length), doc_start)
+    expected = reference_attention(q, k, v, window, doc_start)
+    got = attention(q, k, v, window, cu_seqlens if kernel == "varlen" else None, doc_start)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
     gradients = (torch.autograd.grad(y, (q, k, v), upstream) for y in (got, expected))
     for a, b in zip(*gradients):
@@ -216,12 +216,12 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, 
     (512, [0, 0, 0, 0, 0, 128, 128, 256]), (64, [0, 0, 64, 128, 192, 256, 320, 384])])
 def test_keys_that_no_row_sees_are_left_out_on_a_cpu(window, firsts):
     """Keys before the window, and whole blocks of keys before both rows' documents at the first query of a block."""
-    begins = document_begins(document_offsets([[150, 250, 112], [300, 212]], 2, 512), 2, 512)
-    assert [first for _, _, first in query_blocks(512, window, begins)] == firsts
+    doc_start = document_starts(document_offsets([[150, 250, 112], [300, 212]], 2, 512), 2, 512)
+    assert [first for _, _, first in query_blocks(512, window, doc_start)] == firsts
     generator = torch.Generator().manual_seed(1)
     q, k, v, upstream = (torch.randn(2, 512, heads, 16, generator=generator, requires_grad=True)
                          for heads in (4, 2, 2, 4))
-    got, expected = attention(q, k, v, window, None, begins), reference_attention(q, k, v, window, begins)
+    got, expected = attention(q, k, v, window, None, doc_start), reference_attention(q, k, v, window, doc_start)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
     for a, b in zip(*(torch.autograd.grad(y, (q, k, v), upstream) for y in (got, expected))):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
@@ -244,7 +244,7 @@ def test_a_gpu_kernel_is_used_only_after_right_numbers(installed, faults, chosen
         assert device.type == "cuda"
         return varlen_error(torch.device("cpu"), *kind)
 
-    def kernel(q, k, v, window, documents):
+    def kernel(q, k, v, window, cu_seqlens):
         match faults.get(active[-1]):
             case "refuses":
                 raise RuntimeError("no kernel for this GPU\nTrace")
@@ -252,7 +252,7 @@ def test_a_gpu_kernel_is_used_only_after_right_numbers(installed, faults, chosen
                 k = k + 0 * (0 * k).sqrt()
             case "wide":
                 window += 1
-        return varlen_attention(q, k, v, window, documents)
+        return varlen_attention(q, k, v, window, cu_seqlens)
 
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: "FA4" if active[1:] else None)
@@ -332,7 +332,7 @@ def test_positions_without_a_target_take_no_part_after_the_last_attention(arch, 
         weights = (drawn_weights * keep).requires_grad_() if by_weights else None
         some = targets if by_weights else targets.where(keep, -1)
         with FlopCounterMode(display=False) as flops:
-            loss = model(tokens, some, "sum", weights, model.documents_in(tokens))
+            loss = model(tokens, some, "sum", weights, model.cu_seqlens_of(tokens))
             loss.backward()
         counted[kept] = flops.get_total_flops()
         exact = in_float64(model)
@@ -345,7 +345,7 @@ def test_positions_without_a_target_take_no_part_after_the_last_attention(arch, 
         if by_weights:
             torch.testing.assert_close(weights.grad[keep].double(), each.view(2, 32)[keep], rtol=1e-5, atol=0)
         elif kept:
-            mean = model(tokens, some, documents=model.documents_in(tokens)).double()
+            mean = model(tokens, some, cu_seqlens=model.cu_seqlens_of(tokens)).double()
             torch.testing.assert_close(mean, expected / kept, rtol=1e-5, atol=0)
         model.zero_grad()
     width, vocabulary = model.config.n_embd, model.config.padded_vocab_size
@@ -395,7 +395,7 @@ def test_compiled_blocks_give_every_parameter_eagers_gradient(device, eight_bits
         use_fp8(model, torch.device("cpu"), tokens.numel())
     gradients = []
     for _ in range(2):
-        model(tokens, tokens, documents=model.documents_in(tokens)).backward()
+        model(tokens, tokens, cu_seqlens=model.cu_seqlens_of(tokens)).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
         model.zero_grad()
         with monkeypatch.context() as patched:
@@ -427,8 +427,8 @@ def test_fine_tuning_compiles_few_graphs_on_a_gpu(monkeypatch):
     monkeypatch.setattr(switch, "on", True)
     lengths = {padded_length(longest, 2048, torch.device("cuda")) for longest in range(1, 2050)}
     for length, count in itertools.product(sorted(lengths), (1, 2, 7, 40)):
-        documents = document_offsets([[length // count] * count], 1, length)
-        model(torch.zeros(1, length, dtype=torch.int64), documents=documents).sum().backward()
+        cu_seqlens = document_offsets([[length // count] * count], 1, length)
+        model(torch.zeros(1, length, dtype=torch.int64), cu_seqlens=cu_seqlens).sum().backward()
     kinds = {(b.attn.window < 2048, b.values is None, b.middle_scale is None) for b in model.own_blocks()}
     assert lengths == {256, 1024, 2048} and len(kinds) == 4
     assert counter.frame_count == len(lengths) * len(kinds)
@@ -560,7 +560,7 @@ def test_tables_take_kernels_only_where_code_is_compiled_on_a_gpu():
         model = model_without_memory(config_from_depth(2, 64, 32, arch="modern"))
         weights = {name: torch.empty(p.shape, device="cuda") for name, p in model.named_parameters()}
         model.load_state_dict(weights, assign=True)
-        tables = [module for module in model.modules() if isinstance(module, Table)]
+        tables = [module for module in model.modules() if isinstance(module, Embedding)]
         assert len(tables) > 1 and all(table.lookup is F.embedding for table in tables)
         compile_model(model)
         assert all(table.lookup == Lookup.apply for table in tables)

@@ -81,7 +81,7 @@ def stages(rank: int, ranks: int) -> dict:
                 unit.work.wait()
             sharding = shard_model(other, other.units(), torch.device("cpu"), torch.float32, zero_stage=3)
             assert train(other, list(other.parameters()), kind) == sent
-            right = dict(sharding.whole_tensors())
+            right = dict(sharding.full_tensors())
             off = [[(p - q[name]).abs().max().item() for name, p in mine.named_parameters()]
                    for q in (right, dict(first.named_parameters()))]
             found[kind.__name__, prefetch] = max(off[0]), max(off[1])

@@ -120,7 +120,7 @@ def sharded_run(
         applied.append(bool(ok))
         unchanged = all(torch.equal(a, b) for a, b in zip(before, state_of(sharding, optimizers)))
         assert unchanged != bool(ok), "a step that is not ok leaves every master, moment and counter as it was"
-        whole.append({name: tensor.to("cpu", copy=True) for name, tensor in sharding.whole_tensors()})
+        whole.append({name: tensor.to("cpu", copy=True) for name, tensor in sharding.full_tensors()})
         for s in sharding.shards:
             assert torch.equal(whole[-1][s.name].flatten()[s.start : s.end], s.master.to(dtype).cpu()), s.name
     return {"whole": stacked(whole), "norms": norms, "applied": applied, "losses": losses}

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.model.attention import document_begins, has_varlen
+from nanochat.model.attention import document_starts, has_varlen
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import Block, Embedding, Gate, Positions, Streams, Table, norm, rotary_angles
+from nanochat.model.layers import Block, Gate, Positions, Streams, TokenEmbedding, ValueEmbedding, norm, rotary_angles
 from nanochat.model.loss import Products, cap, softcapped_cross_entropy, token_losses
-from nanochat.runtime.compiling import of_any_number
+from nanochat.runtime.compiling import mark_dynamic
 
-Role = Literal["embedding", "head", "matrix", "table", "gate", "smear", "residual_scale", "first_scale"]
+Role = Literal["embedding", "head", "matrix", "value_embedding", "gate", "smear", "residual_scale", "first_scale"]
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -62,7 +62,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict({
-            "wte": Embedding(config),
+            "wte": TokenEmbedding(config),
             "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
         })
         self.lm_head = Head(config)
@@ -111,28 +111,28 @@ class GPT(nn.Module):
                 raise AssertionError(f"no initialisation for {name}")
         return weights
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None = None, counted: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cu_seqlens: Tensor | None = None, loss_positions: Tensor | None = None) -> Tensor:
         """
-        tokens (B, T) → the head's input, (B, T, C), or (N, C) of the N positions `counted`: see `Positions`. documents:
+        tokens (B, T) → the head's input, (B, T, C), or (N, C) of the N `loss_positions`: see `Positions`. cu_seqlens:
         see `forward`.
         """
-        positions = self.positions(tokens, documents)._replace(counted=counted)
+        positions = self.positions(tokens, cu_seqlens)._replace(loss_positions=loss_positions)
         streams = self.embed(tokens, positions)
         return norm(self.blocks(range(self.config.n_layer), tokens, streams, positions).x)
 
-    def positions(self, tokens: Tensor, documents: Tensor | None) -> Positions:
+    def positions(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Positions:
         rows, length = tokens.shape
         cos, sin = rotary_angles(length, self.config.head_dim, self.config.rope_theta, tokens.device)
-        begins = None
-        if documents is None or self.config.document_token < 0:
-            documents = length * torch.arange(rows + 1, device=tokens.device, dtype=torch.int32)
+        doc_start = None
+        if cu_seqlens is None or self.config.document_token < 0:
+            cu_seqlens = length * torch.arange(rows + 1, device=tokens.device, dtype=torch.int32)
         else:
-            begins = document_begins(documents, rows, length)
-        return Positions(cos, sin, of_any_number(documents), begins)
+            doc_start = document_starts(cu_seqlens, rows, length)
+        return Positions(cos, sin, mark_dynamic(cu_seqlens), doc_start)
 
     def embed(self, tokens: Tensor, positions: Positions) -> Streams:
         """tokens (B, T) → the first block's input."""
-        x = self.transformer.wte(tokens, positions.begins, positions.previous)
+        x = self.transformer.wte(tokens, positions.doc_start, positions.previous)
         return Streams(x, x, x) if self.config.streams > 1 else Streams(x)
 
     def blocks(
@@ -145,11 +145,11 @@ class GPT(nn.Module):
         """The streams after the blocks of these layers. tokens: (B, T)."""
         config, x = self.config, streams.x
         group = config.n_head // config.n_kv_head
-        if positions.documents is not None and not has_varlen(x.device, x.dtype, config.head_dim, group):
-            positions = positions._replace(documents=None)
+        if positions.cu_seqlens is not None and not has_varlen(x.device, x.dtype, config.head_dim, group):
+            positions = positions._replace(cu_seqlens=None)
         for layer in layers:
             block = self.transformer.h[layer]
-            at = positions if layer == config.n_layer - 1 else positions._replace(counted=None)
+            at = positions if layer == config.n_layer - 1 else positions._replace(loss_positions=None)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, streams, tokens, at, use_reentrant=False)
             else:
@@ -180,7 +180,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         reduction: Reduction = "mean",
         weights: Tensor | None = None,
-        documents: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 for none: the loss in nats, the
@@ -188,29 +188,29 @@ class GPT(nn.Module):
         weights (B, T), float32: a factor for each target's loss in a sum; its gradient is that loss where it is not 0.
         A target beyond the vocabulary has an infinite loss, so its step is skipped.
 
-        documents (N + 1,), int32: where documents begin in the concatenated rows (each row begins one), then B · T. A
+        cu_seqlens (N + 1,), int32: where documents begin in the concatenated rows (each row begins one), then B · T. A
         model with `document_token` keeps documents apart; None: each row is one.
         """
         assert weights is None or reduction == "sum"
-        counted = None
+        loss_positions = None
         # After its attention the last block needs only positions with a target (from two on, for compiled code). On a
         # GPU the host would have to wait to learn their number.
         if targets is not None and reduction != "none" and tokens.device.type == "cpu":
             counts = targets >= 0 if weights is None else (targets >= 0) & (weights != 0)
             if 1 < counts.sum() < counts.numel():
-                counted = counts.flatten().nonzero()[:, 0]
-                targets, weights = (t if t is None else t.flatten()[counted] for t in (targets, weights))
+                loss_positions = counts.flatten().nonzero()[:, 0]
+                targets, weights = (t if t is None else t.flatten()[loss_positions] for t in (targets, weights))
                 width = self.config.n_embd
                 # Attention's output (width²), the MLP (8 width²) and the head, forward and backward.
                 flops = 6 * width * (9 * width + self.config.padded_vocab_size)
-                self.flops_left_out += flops * (counts.numel() - len(counted))
-        return self.lm_head(self.hidden(tokens, documents, counted), targets, weights, reduction)
+                self.flops_left_out += flops * (counts.numel() - len(loss_positions))
+        return self.lm_head(self.hidden(tokens, cu_seqlens, loss_positions), targets, weights, reduction)
 
-    def documents_in(self, tokens: Tensor) -> Tensor:
+    def cu_seqlens_of(self, tokens: Tensor) -> Tensor:
         """Where documents begin in rows (B, T), as `forward` takes it. Waits for a GPU."""
-        begins = tokens == self.config.document_token
-        begins[:, 0] = True
-        return F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).int()
+        doc_start = tokens == self.config.document_token
+        doc_start[:, 0] = True
+        return F.pad(doc_start.flatten().nonzero().flatten(), (0, 1), value=doc_start.numel()).int()
 
     def compile_blocks(self) -> None:
         device = next(self.parameters()).device
@@ -223,7 +223,8 @@ class GPT(nn.Module):
 
     def roles(self) -> dict[str, Role]:
         """The role of each parameter, by name: optimizers, FLOPs and the horizon depend on roles, not on names."""
-        kinds = {Embedding: "embedding", Table: "table", Head: "head", Gate: "gate", nn.Linear: "matrix"}
+        kinds = {TokenEmbedding: "embedding", ValueEmbedding: "value_embedding", Head: "head", Gate: "gate",
+                 nn.Linear: "matrix"}
         roles: dict[str, Role] = {}
         for prefix, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):
@@ -231,7 +232,7 @@ class GPT(nn.Module):
                 if prefix.endswith("smear") or name in ("smear_scale", "middle_scale"):
                     role = "smear"
                 elif name == "weight":
-                    # The first class that fits: Embedding is a Table, and fully_shard subclasses all of them.
+                    # The first class that fits: a Head is a Linear, too, and fully_shard subclasses all of them.
                     role = next(kinds[kind] for kind in kinds if isinstance(module, kind))
                 roles[f"{prefix}.{name}"] = role
         return roles
@@ -244,7 +245,7 @@ class GPT(nn.Module):
     def estimate_flops(self) -> int:
         """
         FLOPs per token of a training step, forward and backward: 6 per parameter of matrices and head, and 12 · width ·
-        window per layer for attention, masked scores included. Tables are lookups; gates and scalars are left out.
+        window per layer for attention, masked scores included. Embeddings are lookups; gates and scalars are left out.
         Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
         """
         windows = sum(map(self.config.window, range(self.config.n_layer)))
@@ -260,7 +261,7 @@ class GPT(nn.Module):
         ids = torch.tensor([tokens], device=self.lm_head.weight.device)
         for _ in range(max_tokens):
             ids = ids[:, -self.config.sequence_len :]
-            logits = self(ids, documents=self.documents_in(ids))[:, -1]  # (1, vocab_size)
+            logits = self(ids, cu_seqlens=self.cu_seqlens_of(ids))[:, -1]  # (1, vocab_size)
             next_id = logits.argmax(-1, keepdim=True)
             ids = torch.cat((ids, next_id), dim=1)
             # The caller wants the token now, so a sync per token is the point.

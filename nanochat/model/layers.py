@@ -20,10 +20,10 @@ class Positions(NamedTuple):
 
     cos: Tensor  # (T, D/2) float32, like sin: see `rotary_angles`
     sin: Tensor
-    documents: Tensor | None = None  # offsets, see `GPT.forward`; None where attention reads `begins`
-    begins: Tensor | None = None     # (B, T), see `document_begins`; None: a row is one text
+    cu_seqlens: Tensor | None = None  # see `GPT.forward`; None where attention reads `doc_start`
+    doc_start: Tensor | None = None   # (B, T), see `document_starts`; None: a row is one text
     # (N,) int64: these of the B · T positions the last block returns, (N, C); None: all, (B, T, C).
-    counted: Tensor | None = None
+    loss_positions: Tensor | None = None
     # For decoding (kv_cache.py), where N tokens of several rows lie end to end, and shapes have N for B, T: the token
     # before each in its document, −1 if there is none; and attention over a cache, (layer, q, k, v) → (N, H, D).
     previous: Tensor | None = None
@@ -126,7 +126,7 @@ class Gate(nn.Linear):
         return self.limit * torch.sigmoid(super().forward(x[..., : self.in_features].contiguous()))
 
 
-class Table(nn.Embedding):
+class Embedding(nn.Embedding):
     """One vector per id. nn.Embedding itself would draw weights, which on the meta device imports the compiler."""
 
     def __init__(self, rows: int, width: int):
@@ -138,7 +138,11 @@ class Table(nn.Embedding):
         return self.lookup(tokens, self.weight)
 
 
-class Embedding(Table):
+class ValueEmbedding(Embedding):
+    """A block's own vector for each token, which its attention adds to the values."""
+
+
+class TokenEmbedding(Embedding):
     """The embedding of the tokens, normalized. Smear: nanochat, modded-nanogpt, 2025."""
 
     def __init__(self, config: GPTConfig):
@@ -151,15 +155,15 @@ class Embedding(Table):
     def forward(
         self,
         tokens: Tensor,
-        begins: Tensor | None = None,
+        doc_start: Tensor | None = None,
         previous: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) → (B, T, C); begins, previous: see `Positions`."""
+        """tokens (B, T) → (B, T, C); doc_start, previous: see `Positions`."""
         x = norm(super().forward(tokens))
         if self.smear is None:
             return x
         if previous is None:
-            x_previous = token_before(x, begins)
+            x_previous = token_before(x, doc_start)
         else:
             x_previous = norm(super().forward(previous.clamp(min=0))) * (previous >= 0)[..., None]
         return x + self.smear_scale * self.smear(x) * x_previous
@@ -189,20 +193,20 @@ class CausalSelfAttention(nn.Module):
         self,
         x: Tensor,
         positions: Positions,
-        values: Tensor | None,
+        value_embeds: Tensor | None,
     ) -> Tensor:
         """
-        The residual stream (B, T, C) → the heads' results, (B, T, C), for `output` to project. values: the value
-        embeddings of the tokens, (B, T, H_kv · D).
+        The residual stream (B, T, C) → the heads' results, (B, T, C), for `output` to project. value_embeds: of the
+        tokens, (B, T, H_kv · D).
         """
         normed, q, k, v = self.before_attention(x, positions.cos, positions.sin)
-        if values is not None:
-            v = v + self.value_gate(normed)[..., None] * values.view(v.shape)
+        if value_embeds is not None:
+            v = v + self.value_gate(normed)[..., None] * value_embeds.view(v.shape)
         if positions.attend is not None:
             return positions.attend(self.layer, q, k, v).flatten(-2)
         if self.key_offset:
-            k = offset_keys(k, positions.begins)
-        return attention(q, k, v, self.window, positions.documents, positions.begins).flatten(2)
+            k = offset_keys(k, positions.doc_start)
+        return attention(q, k, v, self.window, positions.cu_seqlens, positions.doc_start).flatten(2)
 
     def before_attention(
         self,
@@ -268,7 +272,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.values = None
         if self.attn.value_gate:
-            self.values = Table(config.padded_vocab_size, config.n_kv_head * config.head_dim)
+            self.values = ValueEmbedding(config.padded_vocab_size, config.n_kv_head * config.head_dim)
         # Factors of shape (1,): kernels read them on the device, and fully_shard takes no 0-dimensional tensors.
         self.residual_scale = None
         if config.stream_scales:
@@ -284,19 +288,19 @@ class Block(nn.Module):
         tokens: Tensor,
         positions: Positions,
     ) -> Tensor:
-        """The residual stream (B, T, C) after the block, or (N, C): see `Positions.counted`. tokens: (B, T)."""
+        """The residual stream (B, T, C) after the block, or (N, C): see `Positions.loss_positions`. tokens: (B, T)."""
         x, first, _ = streams
-        values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
+        value_embeds = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
         # In block 0: for the compiler, one tensor passed twice would make another kind of block.
         if first is x:
             streams = streams._replace(first=x.view_as(x))
-        return self.body(streams, positions, values)
+        return self.body(streams, positions, value_embeds)
 
     def body(
         self,
         streams: Streams,
         positions: Positions,
-        values: Tensor | None,
+        value_embeds: Tensor | None,
     ) -> Tensor:
         """Compiled on a GPU. Lookups stay outside: compiled code would sum their gradients in any order."""
         x, first, middle = streams
@@ -305,10 +309,10 @@ class Block(nn.Module):
             # Computed first: then block 0 sums its input's gradients in the same order as under fully_shard.
             added = self.first_scale * first
             x = self.residual_scale * x + added
-        y = self.attn(x, positions, values)
-        if positions.counted is not None:
+        y = self.attn(x, positions, value_embeds)
+        if positions.loss_positions is not None:
             x, y, middle = (
-                t if t is None else t.flatten(0, 1).index_select(0, positions.counted) for t in (x, y, middle)
+                t if t is None else t.flatten(0, 1).index_select(0, positions.loss_positions) for t in (x, y, middle)
             )
         x = self.after_attention(x, y)
         # modded-nanogpt, 2025.
@@ -323,7 +327,7 @@ class Block(nn.Module):
         """
         Blocks of one kind share compiled code: start-up does not grow with depth. Hooks stay outside. On a CPU only the
         parts before and after attention are compiled: eager attention is as fast, and in compiled code windows and
-        value tables would make different kinds of blocks.
+        value embeddings would make different kinds of blocks.
         """
         if device.type == "cpu":
             self.attn.before_attention = of_any_length(torch.compile(self.attn.before_attention, dynamic=False))

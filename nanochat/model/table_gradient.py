@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.model.gpt import GPT
-from nanochat.model.layers import Table
+from nanochat.model.layers import Embedding
 
 # Places and columns that one program adds up.
 PLACES, COLUMNS = 64, 512
@@ -19,7 +19,7 @@ def compile_model(model: GPT) -> None:
     """
     model.compile_blocks()
     for module in model.modules():
-        if isinstance(module, Table) and module.weight.is_cuda:
+        if isinstance(module, Embedding) and module.weight.is_cuda:
             module.lookup = Lookup.apply
 
 

@@ -76,7 +76,7 @@ class FullyShard(Sharding):
             self.model.set_requires_all_reduce(last)
         yield
 
-    def own_part(self, tensor: Tensor) -> Tensor:
+    def local_shard(self, tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
     def gathered(self, tensor: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class FullyShard(Sharding):
 
     def gather_model(self) -> nn.Module:
         model = model_without_memory(self.model.config)
-        model.load_state_dict(dict(self.whole_tensors()), assign=True)
+        model.load_state_dict(dict(self.full_tensors()), assign=True)
         return model
 
 

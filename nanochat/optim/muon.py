@@ -55,7 +55,7 @@ def orthogonalize(G: Tensor) -> Tensor:
     return X.reshape(G.shape)
 
 
-def even_out(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
+def normuon(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
     """
     NorMuon (Li et al. 2025, arXiv:2510.05491): the rows of a stack (n, rows, cols), or the columns of wide matrices,
     are divided by the root of their second moment. Every matrix gets the Frobenius norm of a semi-orthogonal one, which
@@ -252,7 +252,7 @@ class DistMuon:
             # MuonEq (Chang et al. 2026, arXiv:2603.28254): rows get equal lengths, so that small ones count, too.
             momentum = F.normalize(exchange.receive(), dim=-1, eps=SMALLEST)  # (owned matrices, rows, cols)
             update = orthogonalize(momentum)
-            exchange.send_back(even_out(update, self.second_moments[shape], stats.ok))
+            exchange.send_back(normuon(update, self.second_moments[shape], stats.ok))
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
             lr = group["lr"] * shape_scale(*shape)

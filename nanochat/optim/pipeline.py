@@ -172,29 +172,29 @@ class Pipeline:
 
         def nothing(name: str) -> Tensor:
             """A tensor of the parameter's shape, but one element's memory."""
-            _, shape = sharding.homes[name]
+            _, shape = sharding.stage_and_shape[name]
             return torch.empty((), dtype=sharding.dtype, device=sharding.device).expand(shape)
 
         for unit, params in partition(whole, whole.units()):
             names = list(params)
             fill(names, nothing)
-            unit.register_forward_pre_hook(lambda *_, names=names: fill(names, sharding.whole_tensor))
+            unit.register_forward_pre_hook(lambda *_, names=names: fill(names, sharding.full_tensor))
             unit.register_forward_hook(lambda *_, names=names: fill(names, nothing))
         return whole
 
-    def step(self, inputs: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
         Forward and backward passes of this rank's stage for all micro-batches. inputs, targets: (micro_batches · rows,
-        T); documents: their offsets. Returns the mean loss of the micro-batches on the last stage, zero on the others.
+        T); cu_seqlens: see GPT.forward. Returns the mean loss of the micro-batches on the last stage, else zero.
         """
         # Each micro-batch's offsets, (micro_batches, N + 1): other micro-batches' documents become empty.
         size = inputs.numel() // self.micro_batches
         first = size * torch.arange(self.micro_batches, device=inputs.device, dtype=torch.int32)[:, None]
-        documents = (documents - first).clamp(0, size)
+        cu_seqlens = (cu_seqlens - first).clamp(0, size)
         losses: list[Tensor] = []
         # The other stages receive streams.
         first_input = (inputs,) if self.pipeline_stage == 0 else ()
-        self.schedule.step(*first_input, tokens=inputs, documents=documents, target=targets, losses=losses,
+        self.schedule.step(*first_input, tokens=inputs, cu_seqlens=cu_seqlens, target=targets, losses=losses,
                            return_outputs=False)
         # In the same order as one rank without a pipeline.
         return sum(losses, torch.zeros((), device=inputs.device))
@@ -203,7 +203,7 @@ class Pipeline:
 class StageLayers(nn.Module):
     """
     The layers of a stage: takes and returns streams (config.streams, B, T, C); the last stage returns the head's input.
-    All stages get the tokens, because some layers have tables, and the documents, (1, N + 1).
+    All stages get the tokens, because some layers have tables, and cu_seqlens, (1, N + 1).
     """
 
     def __init__(self, model: GPT, layers: range):
@@ -211,8 +211,8 @@ class StageLayers(nn.Module):
         self.model = model
         self.layers = layers
 
-    def forward(self, received: Tensor, tokens: Tensor, documents: Tensor) -> Tensor:
-        positions = self.model.positions(tokens, documents[0])
+    def forward(self, received: Tensor, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+        positions = self.model.positions(tokens, cu_seqlens[0])
         if self.layers.start == 0:
             streams = self.model.embed(tokens, positions)
         else:

@@ -69,12 +69,13 @@ class Sharding(ABC):
         self.separate_masters = dtype != torch.float32
         self.ranges: dict[str, list[ShardRange]] = {}  # which rank keeps which elements of each parameter
         self.shards: list[Shard] = []                  # this rank's own
-        # The whole model, by name: the pipeline stage that has a parameter, and its shape.
-        self.homes = {name: (self.pipeline_stage, tuple(p.shape)) for name, p in model.named_parameters()}
-        if pipeline_stages > 1:
-            # The same order on every rank, because whole_tensors is collective.
-            homes_by_rank = gather_objects(self.homes)
-            self.homes = {name: home for homes in homes_by_rank for name, home in homes.items()}
+        # The pipeline stage that has a parameter, and its shape, by name, of the whole model.
+        here = {name: (self.pipeline_stage, tuple(p.shape)) for name, p in model.named_parameters()}
+        # The same order on every rank, because full_tensors is collective.
+        of_ranks = gather_objects(here) if pipeline_stages > 1 else [here]
+        self.stage_and_shape: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for of_rank in of_ranks:
+            self.stage_and_shape |= of_rank
         # Whether the last micro-step of a step has begun.
         self.last = False
 
@@ -123,11 +124,11 @@ class Sharding(ABC):
         params = dict(self.model.named_parameters())
         for shard in self.shards:
             grad = params[shard.name].grad
-            shard.grad = torch.zeros_like(shard.master) if grad is None else self.own_part(grad).reshape(-1)
+            shard.grad = torch.zeros_like(shard.master) if grad is None else self.local_shard(grad).reshape(-1)
         for p in params.values():
             p.grad = None
 
-    def own_part(self, tensor: Tensor) -> Tensor:
+    def local_shard(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or of its gradient."""
         return tensor
 
@@ -201,18 +202,18 @@ class Sharding(ABC):
         """Return when the parameters are as the last update left them."""
 
     @torch.no_grad()
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """
         (name, whole parameter in the compute dtype), one at a time, including layers of other pipeline stages; every
         rank must iterate over all. COLLECTIVE.
         """
         self.wait_for_params()
-        for name in self.homes:
-            yield name, self.whole_tensor(name)
+        for name in self.stage_and_shape:
+            yield name, self.full_tensor(name)
 
-    def whole_tensor(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """A whole parameter in the compute dtype, gathered from the ranks that keep it. COLLECTIVE."""
-        pipeline_stage, shape = self.homes[name]
+        pipeline_stage, shape = self.stage_and_shape[name]
         if pipeline_stage == self.pipeline_stage:
             whole = self.gathered(self.model.get_parameter(name).detach())
         else:

@@ -58,7 +58,7 @@ def by_position(function: Callable) -> Callable:
     return call
 
 
-def of_any_number(items: torch.Tensor) -> torch.Tensor:
+def mark_dynamic(items: torch.Tensor) -> torch.Tensor:
     """The same tensor, marked so that other lengths (≥ 2) compile nothing again."""
     if switch.on:
         torch._dynamo.maybe_mark_dynamic(items, 0)
