@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.tensor import C, T, Travel, compare
-from nanochat.model.layers import SquaredReLU
+from nanochat.model.products import SquaredReLU
 from nanochat.runtime.collectives import rank_and_size
 
 EXPERTS, TOP = 8, 2  # all experts; experts per token

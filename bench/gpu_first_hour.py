@@ -43,7 +43,6 @@ from nanochat.data.tokenizer import tokenizer_dir
 from nanochat.model.attention import varlen_attention
 from nanochat.model.fp8 import product, scaled, use_fp8
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.model.table_gradient import compile_model
 from nanochat.plan.memory import GIB, RankMemory
 from nanochat.plan.step_time import BACKWARD, FLASH2, FORWARD, PRODUCTS, WINDOWS, scores, step_time
 from nanochat.plan.step_trial import set_up_training, train_step
@@ -189,7 +188,7 @@ def compiled_step() -> tuple:
     if fp8:
         use_fp8(model, device, rows * max_seq_len)
     if compiling:
-        compile_model(model)
+        model.compile_blocks()
     arguments = model, sharding, optimizers, torch.randint(vocab_size, (rows, max_seq_len + 1), device=device), 2
     began = time.perf_counter()
     train_step(*arguments)

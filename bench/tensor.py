@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.watch import Kept, Sent
+from nanochat.model.gpt import Block, Positions, Streams, norm, rotary_angles
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import Block, Positions, Streams, norm, rotary_angles
 from nanochat.runtime.collectives import all_gather_single, gather_objects, rank_and_size, reduce_scatter
 
 T, C = 256, 128  # positions of a row, and channels

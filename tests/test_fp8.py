@@ -4,13 +4,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from nanochat.model import fp8
-from nanochat.model.fp8_cast import cast
-from nanochat.model.gpt import GPT
+from nanochat.model.fp8 import cast
+from nanochat.model.gpt import GPT, norm
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.model.layers import SquaredReLU, mlp, norm
-from nanochat.model.loss import Products, softcapped_cross_entropy
+from nanochat.model.loss import softcapped_cross_entropy
+from nanochat.model.products import HeadProducts, Products, SquaredReLU
 from nanochat.runtime.errors import UserError
 
+EIGHT = fp8.Fp8Products()
 # Largest rounding error of a number: half of its last bit, or half of the smallest number, in units of the scale.
 E4M3, E5M2 = (2**-4, 2**-10, 448), (2**-3, 2**-17, 57344)
 
@@ -30,7 +31,7 @@ def test_products_are_within_the_rounding_of_their_operands(dtype, rounding):
         (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()).to(dtype)
         for shape in ((3, 16, 48), (32, 48), (3, 16, 32)))
     x.requires_grad_(), weight.requires_grad_()
-    y = fp8.fp8_linear(x, weight)
+    y = EIGHT.linear(x, weight)
     y.backward(grad)
     rows, g = x.detach().flatten(0, 1), grad.flatten(0, 1)
     w = weight.detach()
@@ -56,8 +57,8 @@ def test_products_side_by_side_are_each_alone(size):
     for rows in (*weights, *(grad.T for grad in grads)):
         rows[0, 0] = 9 * size if rows.size(1) == 32 else 9
     inputs = [t.requires_grad_() for t in (x, *weights)]
-    together = fp8.fp8_linears(x, weights)
-    alone = [fp8.fp8_linear(x, weight) for weight in weights]
+    together = EIGHT.linears(x, weights)
+    alone = [EIGHT.linear(x, weight) for weight in weights]
     assert all(a.equal(b) for a, b in zip(together, alone))
     ours = torch.autograd.grad(together, inputs, grads)
     theirs = torch.autograd.grad(alone, inputs, grads)
@@ -71,8 +72,8 @@ def test_an_mlp_in_8_bits_is_its_two_products_and_relu_squared():
     x, weight_in, weight_out, grad = (
         torch.randn(shape, generator=generator, requires_grad=True)
         for shape in ((2, 16, 32), (128, 32), (32, 128), (2, 16, 32)))
-    apart = fp8.fp8_linear(SquaredReLU.apply(fp8.fp8_linear(x, weight_in)), weight_out)
-    whole = fp8.fp8_mlp(x, weight_in, weight_out)
+    apart = EIGHT.linear(SquaredReLU.apply(EIGHT.linear(x, weight_in)), weight_out)
+    whole = EIGHT.mlp(x, weight_in, weight_out)
     assert whole.equal(apart)
     (ours,), (theirs,) = (torch.autograd.grad(y, weight_out, grad) for y in (whole, apart))
     assert ours.equal(theirs)
@@ -98,8 +99,8 @@ def test_an_mlp_in_8_bits_is_nearly_the_exact_one(unit):
     weight_out[:, 3] = 0
     grad = torch.randn(256, 64, generator=generator) * torch.linspace(-7, 0, 256).exp()[:, None] * unit
     arguments = x, weight_in, weight_out, grad
-    exact = mlp_gradients(mlp, *(t.double() for t in arguments))
-    ours = mlp_gradients(fp8.fp8_mlp, *arguments)
+    exact = mlp_gradients(Products().mlp, *(t.double() for t in arguments))
+    ours = mlp_gradients(EIGHT.mlp, *arguments)
     for a, b, limit in zip(ours, exact, (0.06, 0.1, 0.1, 0.08)):
         assert (a - b).norm() < limit * b.norm()
 
@@ -121,8 +122,8 @@ def test_the_gradient_of_relu_squared_stays_within_its_bound(monkeypatch):
         weight_out[:, 5] = (1 + 2**-4 + 1e-3) / 448 * 256
         weight_out[0, 6] = 1.75 / 448 * 256
         inputs = torch.ones(16, width), weight_in, weight_out, torch.ones(16, width)
-        exact = mlp_gradients(mlp, *inputs)
-        for a, b in zip(mlp_gradients(fp8.fp8_mlp, *inputs), exact):
+        exact = mlp_gradients(Products().mlp, *inputs)
+        for a, b in zip(mlp_gradients(EIGHT.mlp, *inputs), exact):
             assert (a - b).norm() < 0.15 * b.norm()
     assert len(scaled) == 2 and all(0.9 < part < 1 for part in scaled)
 
@@ -137,7 +138,7 @@ def test_a_head_in_8_bits_gives_nearly_the_loss_and_gradients_of_float32(spread)
     head[:, 0] = 1
     targets = torch.randint(0, 128, (64,), generator=generator)
     exact, ours = (), ()
-    for products in (Products, fp8.Fp8Products):
+    for products in (HeadProducts, fp8.Fp8HeadProducts):
         inputs = x.clone().requires_grad_(), head.clone().requires_grad_()
         loss = softcapped_cross_entropy(*inputs, targets, 128, 15.0, None, products)
         exact, ours = ours, (loss.detach(), *torch.autograd.grad(loss, inputs))
@@ -175,13 +176,13 @@ def test_what_is_not_finite_stays_so(value):
     """So that the step is skipped."""
     weight, grad = torch.ones(16, 16, requires_grad=True), torch.ones(16, 16)
     grad[3, 4] = value
-    fp8.fp8_linear(torch.ones(16, 16), weight).backward(grad)
+    EIGHT.linear(torch.ones(16, 16), weight).backward(grad)
     assert not weight.grad.isfinite().any()
-    assert fp8.fp8_linear(torch.zeros(16, 16), weight).eq(0).all()
+    assert EIGHT.linear(torch.zeros(16, 16), weight).eq(0).all()
     for place in range(4):  # x, the weights, the gradient
         inputs = [torch.ones(shape) for shape in ((16, 16), (64, 16), (16, 64), (16, 16))]
         inputs[place][3, 4] = value
-        y, *gradients = mlp_gradients(fp8.fp8_mlp, *inputs)
+        y, *gradients = mlp_gradients(EIGHT.mlp, *inputs)
         assert place == 3 or not y.isfinite().any()
         assert not gradients[0].isfinite().any() and not gradients[1].isfinite().any()
 
@@ -190,7 +191,7 @@ def test_a_model_multiplies_in_8_bits():
     """Its loss is another one, and near that of float32."""
     model = GPT(config_from_depth(2, 64, 32))
     model.init_weights(0)
-    for block in model.own_blocks():  # zeros would hide the products
+    for block in model.transformer.h:  # zeros would hide the products
         block.mlp.c_proj.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
     model.lm_head.weight.data *= 100
     tokens = torch.arange(512).remainder(61).view(16, 32)

@@ -16,9 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from nanochat.model.gpt import GPT, model_without_memory
+from nanochat.model.gpt import GPT, Streams, model_without_memory, norm
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import Streams, norm
 from nanochat.optim.partition import partition, place_in_pipeline
 from nanochat.optim.schedule import accumulation_steps
 from nanochat.optim.sharding import Sharding
