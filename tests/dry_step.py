@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.watch import sent_in
+from bench.sent import sent_in
 from nanochat.model import gpt, loss
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.step_trial import set_up_training

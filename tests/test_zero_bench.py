@@ -8,7 +8,7 @@ import torch
 from conftest import ALL_PIECES  # first: it makes the repo importable where this file is run by itself
 from ranks import run_on_ranks
 
-from bench.watch import KEPT, STAGES, measure_all, sent_bytes
+from bench.sent import KEPT, STAGES, measure_all, sent_bytes
 from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.plan.memory import state_bytes
 from nanochat.runtime.compiling import set_compile
