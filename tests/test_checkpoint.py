@@ -22,7 +22,7 @@ from ranks import run_on_ranks
 from torch import nn
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.optim.partition import Shard, equal_ranges, row_ranges
+from nanochat.optim.sharding import Shard, equal_ranges, row_ranges
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import previous, sha256, write_folder_aside
