@@ -80,7 +80,7 @@ def different_start(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_start_from_different_weights_are_refused():
-    with pytest.raises(UserError, match=r"rank 1 starts from other weights than rank 0 .*branches.2.weight\)"):
+    with pytest.raises(UserError, match="rank 1 .*branches.2.weight"):
         run_on_ranks(3, different_start)
 
 
