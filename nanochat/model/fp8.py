@@ -55,6 +55,7 @@ def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
 
 
 class Fp8HeadProducts:
+    """`HeadProducts` in 8 bits."""
 
     def __init__(self, head: Tensor):
         self.dtype = head.dtype

@@ -12,7 +12,7 @@ What makes it fast on one kind of machine is behind three doors: `attention` in 
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -27,6 +27,11 @@ from nanochat.model.products import Products
 from nanochat.runtime.compiling import by_position, mark_dynamic, of_any_length
 
 Role = Literal["embedding", "head", "matrix", "value_embedding", "gate", "smear", "residual_scale", "first_scale"]
+ROLES: dict[str, Role] = {
+    "wte": "embedding", "values": "value_embedding", "lm_head": "head", "value_gate": "gate", "smear": "smear",
+    "smear_scale": "smear", "middle_scale": "smear", "residual_scale": "residual_scale", "first_scale": "first_scale",
+    "c_q": "matrix", "c_k": "matrix", "c_v": "matrix", "c_proj": "matrix", "c_fc": "matrix",
+}
 Reduction = Literal["mean", "sum", "none"]
 
 # float32's machine epsilon, also for bfloat16, whose own would change the result.
@@ -381,7 +386,7 @@ class GPT(nn.Module):
         # 32 bits, because a CPU's generator ignores the seed's other bits.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weights = torch.empty(self.get_parameter(name).shape)
-        match name.removesuffix(".weight").split(".")[-1]:
+        match piece_of(name):
             case "wte":
                 weights.normal_(0, config.embedding_std, generator=generator)
             case "lm_head":
@@ -521,19 +526,7 @@ class GPT(nn.Module):
 
     def roles(self) -> dict[str, Role]:
         """The role of each parameter, by name: optimizers, FLOPs and the horizon depend on roles, not on names."""
-        kinds = {TokenEmbedding: "embedding", ValueEmbedding: "value_embedding", Head: "head", Gate: "gate",
-                 nn.Linear: "matrix"}
-        roles: dict[str, Role] = {}
-        for prefix, module in self.named_modules():
-            for name, _ in module.named_parameters(recurse=False):
-                role: Any = name
-                if prefix.endswith("smear") or name in ("smear_scale", "middle_scale"):
-                    role = "smear"
-                elif name == "weight":
-                    # The first class that fits: a Head is a Linear, too, and fully_shard subclasses all of them.
-                    role = next(kinds[kind] for kind in kinds if isinstance(module, kind))
-                roles[f"{prefix}.{name}"] = role
-        return roles
+        return {name: ROLES[piece_of(name)] for name, _ in self.named_parameters()}
 
     def count_parameters(self, *roles: Role) -> int:
         """The number of parameters with one of these roles."""
@@ -564,6 +557,11 @@ class GPT(nn.Module):
             ids = torch.cat((ids, next_id), dim=1)
             # The caller wants the token now, so a sync per token is the point.
             yield next_id.item()
+
+
+def piece_of(name: str) -> str:
+    """The piece of the model that a parameter belongs to: c_q of transformer.h.0.attn.c_q.weight."""
+    return name.removesuffix(".weight").split(".")[-1]
 
 
 def model_without_memory(config: GPTConfig) -> GPT:
