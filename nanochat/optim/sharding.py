@@ -97,19 +97,14 @@ def cut(
 def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module, list[str]]]:
     """
     (unit, names of its parameters) in the order of the forward pass; units without parameters are left out. Every
-    parameter must belong to exactly one unit. UserError for tied and frozen parameters: a tied one would be summed and
-    updated twice, a frozen one would still decay.
+    parameter must belong to exactly one unit, and none may be frozen: one that units share would be summed and updated
+    twice, a frozen one would still decay.
 
     A unit's largest parameters come first: laid end to end, its matrices then begin at multiples of ALIGNMENT. Behind
     a scalar they would not, and an H100 takes twice as long for a product with such a matrix (docs/tried.md).
     """
-    names: dict[Parameter, str] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if p in names:
-            raise UserError(f"{name} and {names[p]} are tied: sharding needs a parameter of its own for each name")
-        if not p.requires_grad:
-            raise UserError(f"{name} is frozen (requires_grad=False): sharding trains every parameter it is given")
-        names[p] = name
+    names = {p: name for name, p in model.named_parameters()}
+    assert all(p.requires_grad for p in names), "no parameter is frozen"
     parts = []
     for unit in units:
         params = sorted(unit.parameters(), key=Parameter.numel, reverse=True)
@@ -258,11 +253,8 @@ class Sharding(ABC):
         over equally many targets. If their numbers of targets differ, back-propagate sums and count the targets.
         grad_clip: largest norm of the averaged gradient, 0 for no limit.
         stop, save: whether this rank asks all to end the run, to save a checkpoint.
-        UserError if `accumulate` was not called with last=True since the previous step.
         """
-        if not self.last:
-            raise UserError("reduce_and_clip without a last micro-step: run each backward pass within "
-                            "accumulate(last=...), the last one of a step with last=True")
+        assert self.last, "each backward pass runs within accumulate(last=...), the last one of a step with last=True"
         self.last = False
         self.collect_gradients()
         # If clipping depends on the norm, it is summed in float64: in float32 its last digits, and so the run, would

@@ -59,8 +59,8 @@ def shard_model(
     leave out units in a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
     shard_size: ranks of a shard group, -1 for all. pipeline_stages: groups of neighbouring ranks, each with layers of
     its own; see nanochat.optim.pipeline.
-    UserError for ranks that start from different weights, a shard_size that does not divide the ranks, and frozen or
-    tied parameters. COLLECTIVE.
+    UserError for ranks that start from different weights, and for a shard_size that does not divide the ranks.
+    COLLECTIVE.
     """
     kind = FullyShard if zero_stage == 3 else Buckets
     sharding = kind(model, device, dtype, zero_stage, shard_size, pipeline_stages)
