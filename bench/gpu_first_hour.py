@@ -35,6 +35,7 @@ from torch.profiler import profile
 
 from bench.harness import DOCS
 from nanochat.data.tokenizer import tokenizer_dir
+from nanochat.model.compile import compile_model
 from nanochat.model.fp8 import product, scaled, use_fp8
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB, RankMemory
@@ -139,7 +140,7 @@ def compiled_step() -> tuple:
     if fp8:
         use_fp8(model, device, rows * max_seq_len)
     if compiling:
-        model.compile_blocks()
+        compile_model(model)
     arguments = model, sharding, optimizers, torch.randint(vocab_size, (rows, max_seq_len + 1), device=device), 2
     began = time.perf_counter()
     train_step(*arguments)

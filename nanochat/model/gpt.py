@@ -507,18 +507,11 @@ class GPT(nn.Module):
         return F.pad(doc_start.flatten().nonzero().flatten(), (0, 1), value=doc_start.numel()).int()
 
     def compile_blocks(self) -> None:
-        """Compile the blocks that `keep_layers` kept. On a GPU the embeddings' gradients get a kernel of their own."""
+        """Compile the blocks that `keep_layers` kept; see `compile_model` in compile.py."""
         device = next(self.parameters()).device
         for block in self.transformer.h:
             if isinstance(block, Block):
                 block.compile_body(device)
-        if device.type == "cuda":
-            # Here, because Triton comes with torch for CUDA only, and exported models come without the kernels.
-            from nanochat.model.triton_kernels import Lookup
-
-            for module in self.modules():
-                if isinstance(module, Embedding):
-                    module.lookup = Lookup.apply
 
     def units(self) -> list[nn.Module]:
         """The modules whose parameters are sent and gathered together, in the order of the forward pass."""

@@ -189,7 +189,7 @@ class Pipeline:
 class StageLayers(nn.Module):
     """
     The layers of a stage: takes and returns streams (config.streams, B, T, C); the last stage returns the head's input.
-    All stages get the tokens, because some layers have tables, and cu_seqlens, (1, N + 1).
+    All stages get the tokens, because some layers have value embeddings, and cu_seqlens, (1, N + 1).
     """
 
     def __init__(self, model: GPT, layers: range):

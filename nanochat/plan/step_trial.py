@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nanochat.data.batch_shape import document_offsets
+from nanochat.model.compile import compile_model
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import LARGE_DEPTH, GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
@@ -51,7 +52,7 @@ def set_up_training(
     weights = None if device.type == "meta" else partial(model.draw, seed=0)
     sharding = shard_model(model, model.units(), device, dtype, zero_stage, weights=weights)
     if compiled:
-        model.compile_blocks()
+        compile_model(model)
     recipe = LONG_RUN if config.n_layer >= LARGE_DEPTH else Recipe()
     return model, sharding, setup_optimizers(model, sharding, look_ahead=recipe.look_ahead)
 

@@ -1,6 +1,6 @@
 """
-torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, and
-`GPT.compile_blocks` compiles the model's blocks. Until `set_compile` switches it on, everything runs eagerly.
+torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, and `compile_model`
+of model/compile.py compiles the model's blocks. Until `set_compile` switches it on, everything runs eagerly.
 """
 import contextlib
 import functools

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.model.compile import compile_model
 from nanochat.model.gpt import model_without_memory
 from nanochat.optim.schedule import is_due
 from nanochat.optim.sharding import Sharding, StepStats
@@ -45,7 +46,7 @@ class Session:
                        f"decay and look-ahead follow from that number, and may jump at step {self.step}")
         model = sharding.model
         if set_compile(settings["compile"], sharding.device.type):
-            model.compile_blocks()
+            compile_model(model)
         whole = model_without_memory(model.config)  # a pipeline's stage is a part of it
         self.saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, self.step, settings["keep_last"],
                                       settings["overwrite"])
