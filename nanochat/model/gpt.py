@@ -136,7 +136,7 @@ class Embedding(nn.Embedding):
 
     def __init__(self, rows: int, width: int):
         super().__init__(rows, width, _weight=torch.empty(rows, width))
-        self.lookup: Callable = F.embedding
+        self.lookup: Callable = F.embedding  # on a GPU compile.py replaces it
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.lookup(tokens, self.weight)
