@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.tensor import ANGLES, C, T, compare, on_one
+from nanochat.model.gpt import Block
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import Block
 from nanochat.runtime.collectives import rank_and_size
 
 CONFIG = GPTConfig(T, 64, 1, C, n_head=8, n_kv_head=4)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from configurator import configure
 
-part: Literal["all", "attention", "products", "steps", "overlap"] = "all"
+part: Literal["all", "products", "steps", "overlap"] = "all"
 rehearse = False            # in small, on a CPU
 data = "climbmix"           # real text; if missing, three shards are made
 depth = 22                  # [1..] layers
@@ -31,21 +31,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 from torch.profiler import profile
 
 from bench.harness import DOCS
-from nanochat.corpus.learn_tokenizer import ensure_tokenizer
-from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.data.shard_reader import iter_texts
 from nanochat.data.tokenizer import tokenizer_dir
-from nanochat.model.attention import varlen_attention
+from nanochat.model.compile import compile_model
 from nanochat.model.fp8 import product, scaled, use_fp8
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.model.table_gradient import compile_model
 from nanochat.plan.memory import GIB, RankMemory
-from nanochat.plan.step_time import BACKWARD, FLASH2, FORWARD, PRODUCTS, WINDOWS, scores, step_time
+from nanochat.plan.step_time import PRODUCTS, step_time
 from nanochat.plan.step_trial import set_up_training, train_step
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import synchronize
@@ -58,7 +52,7 @@ HEAD = "| what | measured | estimated | ratio |\n| --- | ---: | ---: | ---: |"
 ROW = r"\| (.+) \| .+ \| .+ \| ([\d.]+) \|"  # with an estimate
 HOUR, BASE = ("-m", "bench.gpu_first_hour"), ("-m", "scripts.base_train")
 # Depth 12 on real text: unchanged, and with one change each.
-ARMS = ("--arch=modern", "--arch=modern,key_offset=False", "--fp8=True", "--final_lr_frac=0")
+ARMS = ("--arch=modern", "--arch=modern,key_offset=False", "--fp8=True")
 
 
 def run_all() -> None:
@@ -72,7 +66,7 @@ def run_all() -> None:
     if not tokenizer_dir(data).exists() and not rehearse:
         parts += [(["-m", "scripts.dataset", f"--source={data}", "--num_shards=3"], 120),
                   (["-m", "scripts.tok_train", f"--data={data}", f"--vocab_size={vocab_size}"], 120)]
-    parts += [([*HOUR, f"--part={name}", *small], 90) for name in ("attention", "products")]
+    parts.append(([*HOUR, "--part=products", *small], 90))
     # Compiling the first step takes a minute.
     parts += [([*HOUR, "--part=steps", f"--rows={count}", f"--fp8={eight}", *small], 120)
               for count in (16, 32) for eight in (False, True)]
@@ -108,8 +102,8 @@ def show(what: str, measured: float, estimated: float = 0.0) -> None:
         print(f"| {what} | {measured:,.4g} | {compared} |", flush=True)
 
 
-def rate(what: str, flops: float, function: Callable, share: float, before: float = 0.0, calls: int = 10) -> float:
-    """Show TFLOP/s beside `share` of the peak, or the error. Returns seconds of a call, minus `before`; 0: it fails."""
+def rate(what: str, flops: float, function: Callable, share: float, calls: int = 10) -> float:
+    """Show TFLOP/s beside `share` of the peak, or the error. Returns seconds of a call; 0: it fails."""
     found = []
     try:
         for _ in range(4):  # the first warms up
@@ -117,59 +111,16 @@ def rate(what: str, flops: float, function: Callable, share: float, before: floa
             for _ in range(calls):
                 function()
             synchronize(device)
-            found.append((time.perf_counter() - began) / calls - before)
+            found.append((time.perf_counter() - began) / calls)
     except Exception as error:  # the kernel is missing, or does not take these shapes
         print(f"| {what} | {error!s:.90} | - | - |".replace("\n", " "), flush=True)
         return 0.0
-    seconds = max(min(found[1:]), 1e-9)
+    seconds = min(found[1:])
     show(f"{what}: TFLOP/s", flops / seconds / 1e12, share * gpu.peak / 1e12)
     return seconds
 
 
 # ---- Parts
-
-def attention() -> None:
-    """Each kernel forward and backward, whole and in windows; rows as one text, then cut into documents of the data."""
-    ensure_dataset(data)
-    tokenizer, tokens = ensure_tokenizer(data), rows * max_seq_len
-    shape = rows, max_seq_len, config.n_head, config.head_dim
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    starts, place = set(range(0, tokens + 1, max_seq_len)), 0
-    one = torch.tensor(sorted(starts), device=device, dtype=torch.int32)
-    for text in iter_texts(data, "train"):
-        place += len(tokenizer.encode(text)) + 1
-        if place >= tokens:
-            break
-        starts.add(place)
-    documents = torch.tensor(sorted(starts), device=device, dtype=torch.int32)
-
-    def forward() -> torch.Tensor:
-        if kernel != "cuDNN":
-            return varlen_attention(q, k, v, window, begins)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            a, b, c = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(a, b, c, is_causal=True)
-
-    def both() -> None:
-        out = forward()
-        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-
-    for kernel in ("cuDNN", "FA2", "FA4"):
-        if kernel == "FA4":
-            try:
-                activate_flash_attention_impl("FA4")  # for all calls from then on
-            except ImportError as error:
-                print(f"| FA4 | {error} | - | - |")
-                return
-        for layer in (config.n_layer - 1, 0)[: 1 if kernel == "cuDNN" else 2]:
-            window, flops = config.window(layer), config.n_embd * scores(config, layer) * rows
-            share = (WINDOWS if window < max_seq_len else 1.0) * (FLASH2 if kernel == "FA2" else 1.0)
-            for begins in (one, documents)[: 1 if kernel == "cuDNN" else 2]:
-                name = f"{kernel}, window {window}, {len(begins) - 1} texts"
-                there = rate(name, 4 * flops, forward, FORWARD * share)
-                if there:
-                    rate(f"{name}, backward", 10 * flops, both, BACKWARD * share, there)
-
 
 def products() -> None:
     """A block's products, forward and backward, and the head's, in bfloat16 and 8 bits."""
@@ -245,5 +196,5 @@ else:
     config = config_from_depth(depth, vocab_size, max_seq_len, arch="modern")
     if rank == 0:
         print(f"{gpu.name}\n\n{HEAD}")
-    {"attention": attention, "products": products, "steps": training_steps, "overlap": overlap}[part]()
+    {"products": products, "steps": training_steps, "overlap": overlap}[part]()
     compute_cleanup()

@@ -8,19 +8,19 @@ from typing import Literal
 
 from configurator import configure
 
-idea: Literal["data", "tensor", "context", "experts", "stage3"] = "data"  # tensor: and sequence
+idea: Literal["data", "tensor", "context", "stage3"] = "data"  # tensor: and sequence
 ranks: Literal[2, 4] = 4    # ranks to start here
 write = False               # put the table into the page
 configure(globals())
 
-from bench import context, experts, naive, stage3, tensor
+from bench import context, naive, stage3, tensor
 from bench.harness import PageBlock, on_ranks
 from nanochat.runtime.tables import cell, markdown_table
 
 block = PageBlock({"data": "data_parallel.md", "stage3": "zero.md"}.get(idea, "tensor_parallel.md"),
                   f"bench.parallel --idea={idea}", write)
 
-module = {"data": naive, "tensor": tensor, "context": context, "experts": experts, "stage3": stage3}[idea]
+module = {"data": naive, "tensor": tensor, "context": context, "stage3": stage3}[idea]
 
 
 def measure_all(rank: int, ranks: int) -> list[list]:

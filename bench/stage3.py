@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from bench.harness import random_tokens
-from bench.watch import Sent, sent_bytes
+from bench.sent import Sent, sent_bytes
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.collectives import all_gather_single, rank_and_size, reduce_scatter

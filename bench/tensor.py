@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.watch import Kept, Sent
+from bench.sent import Kept, Sent
+from nanochat.model.gpt import Block, Positions, Streams, norm, rotary_angles
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import Block, Positions, Streams, norm, rotary_angles
 from nanochat.runtime.collectives import all_gather_single, gather_objects, rank_and_size, reduce_scatter
 
 T, C = 256, 128  # positions of a row, and channels
@@ -101,7 +101,7 @@ def measure(variant: str) -> list[float]:
     return compare(Block(CONFIG, 0), on_one, on_ranks, here, sent, summed=variant == "sequence")
 
 
-# ---- Shared with context.py and experts.py
+# ---- Shared with context.py
 
 COLUMNS = "output off", "gradients off", "sent", "formula", "kept by one rank", "kept"
 ANGLES = rotary_angles(T, CONFIG.head_dim, CONFIG.rope_theta, torch.device("cpu"))

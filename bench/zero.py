@@ -3,7 +3,7 @@ What the stages of ZeRO keep and send, measured and by the formulas: the table o
 
     python -m bench.zero --write    # without --write it is only printed
 
-It starts its own ranks (gloo, on the CPU) and takes steps on random tokens in every stage (bench/watch.py).
+It starts its own ranks (gloo, on the CPU) and takes steps on random tokens in every stage (bench/sent.py).
 """
 from typing import Literal
 
@@ -15,7 +15,7 @@ write = False               # put the table into docs/zero.md
 configure(globals())
 
 from bench.harness import PageBlock, on_ranks
-from bench.watch import KEPT, measure_all
+from bench.sent import KEPT, measure_all
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.tables import markdown_table
 

@@ -187,7 +187,7 @@ shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_r
 train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=total_batch_size // max_seq_len,
                                seed=seed, state=meta["data_state"] if meta else None)
 floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy; None if it is unknown
-inputs, targets, documents, data_state = next(train_loader)  # data_state: where their step begins in the data
+inputs, targets, cu_seqlens, data_state = next(train_loader)  # data_state: where their step begins in the data
 
 session = Session(begin.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
                   rate_scales=(chosen.rate_factor, chosen.decay_factor), data=data, origin=begin.origin)
@@ -247,12 +247,12 @@ while True:
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1, passes=micro_batches):
             if pipeline_stages > 1:
-                loss = pipeline.step(inputs, targets, documents)  # both passes of all micro-batches, interleaved
+                loss = pipeline.step(inputs, targets, cu_seqlens)  # both passes of all micro-batches, interleaved
             else:
-                loss = model(inputs, targets, documents=documents)  # mean over all targets of this micro-batch
+                loss = model(inputs, targets, cu_seqlens=cu_seqlens)  # mean over all targets of this micro-batch
                 (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
-        inputs, targets, documents, data_state = next(train_loader)  # read ahead by a thread: the host does not wait
+        inputs, targets, cu_seqlens, data_state = next(train_loader)  # read ahead by a thread: the host does not wait
 
     # reduce_and_clip divides loss and gradients by the summed count. In a pipeline only the last stage has a loss.
     count = filled if pipeline.is_last else 0.0

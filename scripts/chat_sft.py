@@ -139,7 +139,7 @@ session = Session(start.checkpoints, start.resumed, config, sharding, optimizers
                   data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
 loader = conversation_loader(conversations, steps, shape, pad=True, start_step=session.step)
-inputs, targets, documents = next(loader)
+inputs, targets, cu_seqlens = next(loader)
 
 while True:
     step = session.step
@@ -185,12 +185,12 @@ while True:
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             # with no target at all, the loss and its gradient are zero
-            loss = model(inputs, targets, reduction="sum", documents=documents)
+            loss = model(inputs, targets, reduction="sum", cu_seqlens=cu_seqlens)
             loss.backward()
         step_loss += loss.detach()
         step_targets += (targets >= 0).sum()
         step_tokens += targets.numel() * world_size  # padding counts: all ranks pad their rows to one length
-        inputs, targets, documents = next(loader)
+        inputs, targets, cu_seqlens = next(loader)
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio)

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.watch import sent_in
+from bench.sent import sent_in
 from nanochat.model import gpt, loss
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.step_trial import set_up_training
@@ -92,13 +92,13 @@ def dry_step(ranks: int, config: GPTConfig, rows: int, stage: int, micro_steps: 
     with one_rank_of(ranks, count.rank), count:
         model, sharding, optimizers = set_up_training(config, torch.bfloat16, META, stage)
         tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device=META)
-        documents = torch.empty(4 * rows, dtype=torch.int32, device=META)
+        cu_seqlens = torch.empty(4 * rows, dtype=torch.int32, device=META)
         for _ in range(2):
             count.clear("forward")
             for micro_step in range(micro_steps):
                 with sharding.accumulate(last=micro_step == micro_steps - 1):
                     count.phase = "forward"
-                    mean = model(tokens, tokens, documents=documents)
+                    mean = model(tokens, tokens, cu_seqlens=cu_seqlens)
                     count.phase = "backward"
                     (mean / micro_steps).backward()
             count.phase = "reduce"

@@ -22,7 +22,7 @@ from ranks import run_on_ranks
 from torch import nn
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.optim.partition import Shard, equal_ranges, row_ranges
+from nanochat.optim.sharding import Shard, equal_ranges, row_ranges
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import previous, sha256, write_folder_aside
@@ -83,7 +83,7 @@ class Rank:
         self.rank, self.world_size = replica * shards + rank, (replica + 1) * shards
         params = dict(self.model.named_parameters())
         shapes = {name: tuple(p.shape) for name, p in params.items()}
-        self.pipeline_stage, self.homes = 0, {name: (0, shape) for name, shape in shapes.items()}
+        self.pipeline_stage, self.stage_and_shape = 0, {name: (0, shape) for name, shape in shapes.items()}
         self.wholes = {f"master.{name}": p.detach().clone() for name, p in params.items()}
         self.model.to(dtype)
         by_rows = {name: row_ranges(shape, shards) for name, shape in shapes.items()}
@@ -108,7 +108,7 @@ class Rank:
                     state[key][s.name] = whole.flatten()[s.start : s.end].clone()
         return SimpleNamespace(kind=kind, state=state, owned={}, counters={})
 
-    def whole_tensors(self):
+    def full_tensors(self):
         for name, p in self.model.named_parameters():
             yield name, self.wholes[f"master.{name}"].to(self.dtype) if self.zero_stage == 3 else p.detach()
 
@@ -152,16 +152,16 @@ def save_all(folder, step, group):
 
 def assert_same(group, saved):
     """What the ranks have is exactly the slices of what was saved; together they have all of it."""
-    counted = 0
+    loss_positions = 0
     for rank in group:
         for name, (s, tensor) in rank.kept().items():
             assert torch.equal(tensor, saved.wholes[name].flatten()[s.start : s.end]), name
-            counted += len(tensor)
+            loss_positions += len(tensor)
         steps = [some.optimizers[0].counters["steps"] for some in (rank, saved)]
         assert steps[0] == steps[1], "bias correction goes on where it was"
         for name, p in rank.model.named_parameters() if rank.zero_stage < 3 else ():
             assert torch.equal(p, saved.wholes[f"master.{name}"].to(rank.dtype)), name
-    assert counted == sum(t.numel() for t in Rank().wholes.values()), "every element is kept by some rank"
+    assert loss_positions == sum(t.numel() for t in Rank().wholes.values()), "every element is kept by some rank"
 
 
 # ---- Resharding

@@ -274,10 +274,11 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
                 batches = [next(loader) for loader in loaders]
                 ((rows, length),) = {tuple(inputs.shape) for inputs, *_ in batches}
                 assert rows == device_batch_size and (pad or length == 128)
-                for inputs, _, documents in batches:
+                for inputs, _, cu_seqlens in batches:
                     begins = inputs == TOKENIZER.get_bos_token_id()
                     begins[:, 0] = True
-                    assert sorted({*documents.tolist()}) == [*begins.flatten().nonzero()[:, 0].tolist(), begins.numel()]
+                    first = begins.flatten().nonzero()[:, 0].tolist()
+                    assert sorted({*cu_seqlens.tolist()}) == [*first, begins.numel()]
                 for row in (row for _, targets, _ in batches for row in targets.tolist()):
                     texts[-1] += [shown(token for token in row if token >= 0)]
         return [sorted(filter(None, step)) for step in texts]

@@ -99,7 +99,7 @@ def test_ranks_that_do_not_divide_a_step_share_its_rows(source):
         assert torch.equal(inputs[:8], expected.inputs) and torch.equal(targets[:8], expected.targets)
         assert (targets[8:] == -1).all() and len(targets) == 12
         begins = expected.inputs == source[1].get_bos_token_id()
-        assert sorted({*expected.documents.tolist()}) == [*begins.flatten().nonzero()[:, 0].tolist(), 8 * T]
+        assert sorted({*expected.cu_seqlens.tolist()}) == [*begins.flatten().nonzero()[:, 0].tolist(), 8 * T]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7, 40])

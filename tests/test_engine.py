@@ -53,7 +53,7 @@ def draw_weights(model: GPT, sharpness: float = 0.5) -> GPT:
         if p.dim() == 1:
             p.data.uniform_(0.5, 1, generator=generator)
             continue
-        std = {"head": sharpness, "embedding": 1, "table": 1}.get(roles[name], 1.5 * p.size(1) ** -0.5)
+        std = {"head": sharpness, "embedding": 1, "value_embedding": 1}.get(roles[name], 1.5 * p.size(1) ** -0.5)
         p.data.normal_(0, std, generator=generator)
     return model
 
@@ -82,7 +82,7 @@ def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
 def plain_logits(model: GPT, tokens: list[int]) -> torch.Tensor:
     """(T, V) of a full pass, in which documents are apart if the model keeps them so."""
     row = torch.tensor([tokens])
-    return model(row, documents=model.documents_in(row))[0]
+    return model(row, cu_seqlens=model.cu_seqlens_of(row))[0]
 
 
 def tokens_of(answers: list[Answer]) -> list[list[int]]:

@@ -55,9 +55,9 @@ def one_step(
     grad_accum_steps = len(shape.micro_steps(rows))
     step_loss, step_targets = torch.zeros(()), torch.zeros(())
     for micro_step in range(grad_accum_steps):
-        inputs, targets, documents = next(loader)
+        inputs, targets, cu_seqlens = next(loader)
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
-            loss = model(inputs, targets, reduction="sum", documents=documents)
+            loss = model(inputs, targets, reduction="sum", cu_seqlens=cu_seqlens)
             loss.backward()
         step_loss += loss.detach()
         step_targets += (targets >= 0).sum()

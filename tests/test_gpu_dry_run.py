@@ -7,7 +7,7 @@ from dry_step import META, PHASES, DryStep, dry_step, one_rank_of
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
-from bench.watch import sent_bytes
+from bench.sent import sent_bytes
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import RankMemory, split_into_stages
 from nanochat.plan.step_trial import set_up_training

@@ -148,7 +148,7 @@ def test_a_model_with_any_piece_brings_code_that_computes_the_same(hf, tmp_path,
     tokens = torch.randint(V, (2, 100), generator=torch.Generator().manual_seed(2))
     tokens[:, ::30] = 3  # begins a document
     with torch.no_grad():
-        logits, got = model(tokens, documents=model.documents_in(tokens)), theirs(tokens).logits
+        logits, got = model(tokens, cu_seqlens=model.cu_seqlens_of(tokens)), theirs(tokens).logits
     assert logits.std() > 1 and got.shape == (2, 100, V)
     if piece in ("rope_theta", "embedding_std", "fc_scale"):
         assert not list(folder.glob("*.py")), "transformers' own class has it"

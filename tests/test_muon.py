@@ -54,7 +54,7 @@ class Run:
             for optimizer in self.optimizers:
                 optimizer.step(stats)
             self.sharding.all_gather_params()
-        return {name: tensor.to("cpu", copy=True) for name, tensor in self.sharding.whole_tensors()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.sharding.full_tensors()}
 
     def writer(self, tag: str) -> CheckpointWriter:
         return CheckpointWriter(checkpoint_dir("base", tag), self.sharding, self.optimizers, TOKENIZER)

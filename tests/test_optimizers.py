@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.adamw import DistAdamW
-from nanochat.optim.muon import even_out, orthogonalize
+from nanochat.optim.muon import normuon, orthogonalize
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.sharding import Sharding
 from nanochat.optim.zero import shard_model
@@ -104,6 +104,6 @@ def test_a_matrix_moves_as_far_as_a_semi_orthogonal_one_whatever_its_spectrum(ro
     U, S, Vh = torch.linalg.svd(G, full_matrices=False)
     short = orthogonalize((U * torch.logspace(0, -3, len(S), dtype=torch.float64) @ Vh)[None])
     assert short.norm() < 0.93 * 16, "what the polynomials leave"
-    result = even_out(short, torch.zeros(1, max(rows, cols)), torch.ones(()))
+    result = normuon(short, torch.zeros(1, max(rows, cols)), torch.ones(()))
     assert result.norm() == pytest.approx(16, rel=1e-6)
     assert F.cosine_similarity(result.flatten(), (U @ Vh).flatten(), dim=0) > 0.96

@@ -1,6 +1,5 @@
 """A pipeline against the same run without one: losses, checkpoints, bad steps; and its cut of the layers."""
 import itertools
-import re
 
 import pytest
 import torch
@@ -156,17 +155,8 @@ def test_layers_are_cut_so_that_the_largest_stage_is_least():
         assert max(block * len(layers) + head * (layers.stop == depth) for layers in chosen) == pytest.approx(least)
 
 
-def test_five_rows_train_in_two_stages(base):
-    """The two ranks are one pipeline, whose rows need not be even."""
-    printed = train(2, "five", pipeline_stages=2, device_batch_size=-1, total_batch_size=5 * 16, num_iterations=1)
-    assert "batch: 80 tokens = 1 rows x 16 x 1 rank(s) x 5 micro-step(s) in 2 stages" in printed
-
-
 def test_a_batch_that_fits_a_pipeline_is_trained_with_the_most_rows_at_a_time():
-    """
-    Against all sizes: each pipeline's rows are whole micro-batches, and at least as many as stages. Others are refused,
-    with advice that works.
-    """
+    """Against all sizes: each pipeline's rows are whole micro-batches, and at least as many as stages."""
     config = config_from_depth(4, 256, 16)
     for stages, pipelines, rows in itertools.product((2, 3, 4), (1, 2, 3, 4), range(1, 129)):
         pipeline = Pipeline(config, stages, 1, 0, stages * pipelines)
@@ -177,24 +167,12 @@ def test_a_batch_that_fits_a_pipeline_is_trained_with_the_most_rows_at_a_time():
         for size in (chosen, 8):
             if size in fitting:
                 assert pipeline.accumulation_steps(rows * 16, size, 16) == (rows // pipelines // size, 1)
-                continue
-            with pytest.raises(UserError, match=f"total_batch_size={rows * 16} ") as refused:
-                pipeline.accumulation_steps(rows * 16, size, 16)
-            said = str(refused.value)
-            assert "world_size" not in said
-            for tokens in re.findall("(?:try total_batch_size=| or )([0-9]+)", said):
-                pipeline.accumulation_steps(int(tokens), size, 16)
-            for advised in re.findall(" or device_batch_size=([0-9]+)", said):
-                assert int(advised) == fitting[-1]
+            else:
+                with pytest.raises(UserError, match=f"total_batch_size={rows * 16} "):
+                    pipeline.accumulation_steps(rows * 16, size, 16)
 
 
-@pytest.mark.parametrize("stages, zero_stage, ranks, tokens, message", [
-    (2, 2, 2, 64, "zero_stage=2 with pipeline_stages=2: "),
-    (3, 1, 4, 64, "pipeline_stages=3 does not divide the 4 rank(s); expected 1, 2, 4, or more ranks: torchrun"),
-    (4, 1, 4, 48, "total_batch_size=48 makes 3 micro-step(s), fewer than pipeline_stages=4; raise it, lower"),
-])
-def test_impossible_pipelines_are_refused(stages, zero_stage, ranks, tokens, message):
-    config = config_from_depth(4, 256, 16)
-    with pytest.raises(UserError) as refused:
-        Pipeline(config, stages, zero_stage, 0, ranks).accumulation_steps(tokens, 1, 16)
-    assert message in str(refused.value)
+@pytest.mark.parametrize("stages, zero_stage, ranks", [(2, 2, 2), (3, 1, 4), (5, 1, 5)])
+def test_impossible_pipelines_are_refused(stages, zero_stage, ranks):
+    with pytest.raises(UserError, match=f"pipeline_stages={stages}"):
+        Pipeline(config_from_depth(4, 256, 16), stages, zero_stage, 0, ranks)

@@ -175,5 +175,5 @@ def conversation_loader(
             tokens = [conversations.read(row) for row in own]
             inputs, targets, _ = padded_batch(tokens, shape.device_batch_size, length, shape.device)
             lengths = [conversations.lengths[row].tolist() for row in own]
-            documents = document_offsets(lengths, shape.device_batch_size, length)
-            yield inputs, targets, on_device(documents, shape.device)
+            cu_seqlens = document_offsets(lengths, shape.device_batch_size, length)
+            yield inputs, targets, on_device(cu_seqlens, shape.device)

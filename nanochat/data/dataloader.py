@@ -45,7 +45,7 @@ Span = tuple[int, int, int]
 class Batch(NamedTuple):
     inputs: Tensor      # (B, T) int64
     targets: Tensor     # (B, T) int64, one position ahead of the inputs; −1 in missing rows
-    documents: Tensor   # see `document_offsets`
+    cu_seqlens: Tensor  # see `document_offsets`
     step_state: dict    # where the optimizer step of this batch begins
 
 
@@ -281,8 +281,8 @@ def document_loader(
     pinned = shape.device.type == "cuda"
     for *tensors, step_state in prefetched(batches, early):
         # Asynchronous only from pinned memory: otherwise the copy could read memory that is already reused.
-        inputs, targets, documents = (tensor.to(shape.device, non_blocking=pinned) for tensor in tensors)
-        yield Batch(inputs, targets, documents, identity | step_state)
+        inputs, targets, cu_seqlens = (tensor.to(shape.device, non_blocking=pinned) for tensor in tensors)
+        yield Batch(inputs, targets, cu_seqlens, identity | step_state)
 
 
 def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, num_rows: int) -> Iterator[Batch]:
@@ -299,10 +299,10 @@ def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, 
             targets = tokens[:, 1:].clone()
             targets[len(own) :] = -1
             lengths = [[end - start + 1 for _, start, end in row] for row in own]
-            documents = document_offsets(lengths, shape.device_batch_size, shape.max_seq_len)
+            cu_seqlens = document_offsets(lengths, shape.device_batch_size, shape.max_seq_len)
             if shape.device.type == "cuda":
-                inputs, targets, documents = (tensor.pin_memory() for tensor in (inputs, targets, documents))
-            yield Batch(inputs, targets, documents, step_state)
+                inputs, targets, cu_seqlens = (tensor.pin_memory() for tensor in (inputs, targets, cu_seqlens))
+            yield Batch(inputs, targets, cu_seqlens, step_state)
 
 
 def prefetched(iterator: Iterator, ahead: int) -> Generator:

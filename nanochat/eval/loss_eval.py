@@ -21,7 +21,7 @@ from nanochat.runtime.stopping import until_stopped
 @torch.no_grad()
 def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) -> float:
     """
-    Bits per byte over `steps` batches (inputs, targets, documents, …) on every rank: summed over ranks, then divided.
+    Bits per byte over `steps` batches (inputs, targets, cu_seqlens, …) on every rank: summed over ranks, then divided.
     COLLECTIVE.
 
     token_bytes: (vocab_size,) raw bytes of each token; targets of zero bytes (special tokens) count neither as nats
@@ -32,8 +32,8 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
     batches = iter(batches)
     for _ in until_stopped(progress(range(steps), "bits per byte", "batches")):
-        inputs, targets, documents, *_ = next(batches)
-        total += counted_nats(model, inputs, targets, documents, bytes_of)
+        inputs, targets, cu_seqlens, *_ = next(batches)
+        total += counted_nats(model, inputs, targets, cu_seqlens, bytes_of)
     all_reduce_sum(total)
     nats, count = total.tolist()
     return nats / math.log(2) / count
@@ -55,10 +55,10 @@ def evaluate_split(
     return bpb
 
 
-def counted_nats(model, inputs: Tensor, targets: Tensor, documents: Tensor | None, bytes_of: Tensor) -> Tensor:
+def counted_nats(model, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None, bytes_of: Tensor) -> Tensor:
     """(2,): nats and bytes, over targets that stand for at least one byte of text."""
     target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
-    losses = model(inputs, targets, reduction="none", documents=documents) * (target_bytes > 0)  # (B, T)
+    losses = model(inputs, targets, reduction="none", cu_seqlens=cu_seqlens) * (target_bytes > 0)  # (B, T)
     return torch.stack([losses.sum(dtype=sum_dtype(inputs.device)), target_bytes.sum()])
 
 

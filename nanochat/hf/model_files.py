@@ -21,9 +21,8 @@ from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.hf.tokenizer_files import from_hf, write_json, write_tokenizer
-from nanochat.model.gpt import model_without_memory
+from nanochat.model.gpt import NORM_EPS, model_without_memory
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import NORM_EPS
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import MODEL_FILE
 from nanochat.training.saving import write_tensors

@@ -66,7 +66,7 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
         if (mask.gather(1, moved).diff() > 0).any():
             raise ValueError("attention_mask has zeros between ones; only either end of a row can be padding")
         tokens = input_ids.gather(1, moved)
-        x = self.gpt.hidden(tokens, self.gpt.documents_in(tokens))
+        x = self.gpt.hidden(tokens, self.gpt.cu_seqlens_of(tokens))
         x = x.gather(1, ((place - padding) % T)[..., None].expand_as(x))
         logits = self.gpt.lm_head(x[:, -logits_to_keep:])
         loss = None

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.model.gpt import GPT, model_without_memory
-from nanochat.model.layers import Block, Positions, norm, rotary_angles
+from nanochat.model.gpt import GPT, Block, Positions, model_without_memory, norm, rotary_angles
+from nanochat.model.products import Products
 
 # Kernels are faster where the number of keys is a multiple of this.
 KEYS_MULTIPLE = 16
@@ -172,26 +172,27 @@ def for_decoding(model: GPT) -> GPT:
     twin = model_without_memory(model.config)
     twin.load_state_dict(dict(model.named_parameters()), assign=True)
     for block in twin.transformer.h:
-        lay_out(block)
+        block.attn.products = block.mlp.products = LaidOut(block)
     return twin
 
 
-def lay_out(block: Block) -> None:
-    attn = block.attn
-    qkv = linear(torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight)))
-    fc, proj = linear(block.mlp.c_fc.weight), linear(block.mlp.c_proj.weight)
-    out = linear(attn.c_proj.weight)
+class LaidOut(Products):
+    """A block's products by copies of its weights."""
 
-    def linears(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        return qkv(x).split([len(weight) for weight in weights], dim=-1)
+    def __init__(self, block: Block):
+        attn = block.attn
+        self.qkv = linear(torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight)))
+        self.out = linear(attn.c_proj.weight)
+        self.fc, self.proj = linear(block.mlp.c_fc.weight), linear(block.mlp.c_proj.weight)
 
-    def mlp(x: Tensor, *weights: Tensor) -> Tensor:
-        return proj(F.relu(fc(x)).square_())
+    def linears(self, x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self.qkv(x).split([len(weight) for weight in weights], dim=-1)
 
-    def linear_out(x: Tensor, weight: Tensor) -> Tensor:
-        return out(x)
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.out(x)
 
-    attn.linears, attn.linear, block.mlp.compute = linears, linear_out, mlp
+    def mlp(self, x: Tensor, *weights: Tensor) -> Tensor:
+        return self.proj(F.relu(self.fc(x)).square_())
 
 
 def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:

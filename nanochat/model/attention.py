@@ -23,25 +23,25 @@ def attention(
     k: Tensor,
     v: Tensor,
     window: int,
-    documents: Tensor | None = None,
-    begins: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    doc_start: Tensor | None = None,
 ) -> Tensor:
     """
     softmax(q kᵀ / √D) v, each query over the last `window` keys, up to and including its own.
 
     q: (B, T, H, D); k, v: (B, T, H_kv, D) with H a multiple of H_kv: consecutive query heads share a key head.
-    Returns (B, T, H, D) in q's dtype. documents: their offsets, see `GPT.forward`; given only if `has_varlen`.
-    Otherwise `begins` is used, see `document_begins`. No query sees keys before its document.
+    Returns (B, T, H, D) in q's dtype. cu_seqlens: see `GPT.forward`; given only if `has_varlen`.
+    Otherwise `doc_start` is used, see `document_starts`. No query sees keys before its document.
 
     A GPU uses FlashAttention, which skips scores outside windows and documents. A CPU uses blocks of queries, two plain
     matrix products each, measured faster than scaled_dot_product_attention, which is the fallback.
     """
     length = q.size(1)
-    if documents is not None:
-        return varlen_attention(q, k, v, window, documents)
+    if cu_seqlens is not None:
+        return varlen_attention(q, k, v, window, cu_seqlens)
     if q.device.type == "cpu" and length <= BLOCKWISE_MAX_LENGTH:
-        return blockwise_attention(q, k, v, window, begins)
-    return masked_attention(q, k, v, window, begins)
+        return blockwise_attention(q, k, v, window, doc_start)
+    return masked_attention(q, k, v, window, doc_start)
 
 
 def varlen_attention(
@@ -49,7 +49,7 @@ def varlen_attention(
     k: Tensor,
     v: Tensor,
     window: int,
-    documents: Tensor,
+    cu_seqlens: Tensor,
 ) -> Tensor:
     """`attention` in one call. The row length bounds every document: the host need not know the longest one."""
     from torch.nn.attention.varlen import varlen_attn
@@ -57,7 +57,7 @@ def varlen_attention(
     length = q.size(1)
     groups = {"enable_gqa": True} if GROUPS_ARE_NAMED and q.size(2) > k.size(2) else {}
     y = varlen_attn(
-        *(heads.flatten(0, 1) for heads in (q, k, v)), documents, documents, length, length,
+        *(heads.flatten(0, 1) for heads in (q, k, v)), cu_seqlens, cu_seqlens, length, length,
         window_size=(window - 1 if window < length else -1, 0), **groups,
     )  # (B · T, H, D)
     return y.view(q.shape)
@@ -80,16 +80,14 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, group: i
             elif kernels.current_flash_attention_impl() is not None:
                 kernels.restore_flash_attention_impl()
             error = varlen_error(device, dtype, head_dim, group)
-            if error < 0.02:
-                print0(f"attention: FlashAttention {version}")
-                return True
-            why = f"its error is {error:.1%}"
-        except ModuleNotFoundError:
-            continue
         # Catch any error: there is another kernel.
-        except Exception as error:
-            why = first_line(error)
-        print0(f"not using FlashAttention {version}: {why}")
+        except Exception as problem:
+            print0(f"not using FlashAttention {version}: {first_line(problem)}")
+            continue
+        if error < 0.02:
+            print0(f"attention: FlashAttention {version}")
+            return True
+        print0(f"not using FlashAttention {version}: its error is {error:.1%}")
     return False
 
 
@@ -102,17 +100,16 @@ def varlen_error(device: torch.device, dtype: torch.dtype, head_dim: int, group:
     errors = []
     # The first pass may be an evaluation, without gradients.
     with torch.inference_mode(False), torch.enable_grad():
-        documents = torch.tensor([0, 1, 200, length, 2 * length, 2 * length], dtype=torch.int32, device=device)
-        begins = document_begins(documents, rows, length)
-        shape = rows, length, 4 * group + 4, head_dim
-        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype).requires_grad_()
-        q, k, v, upstream = drawn.split((2 * group, 2, 2, 2 * group), dim=2)
+        cu_seqlens = torch.tensor([0, 1, 200, length, 2 * length, 2 * length], dtype=torch.int32, device=device)
+        doc_start = document_starts(cu_seqlens, rows, length)
+        drawn = torch.randn(rows, length, 2 * group + 4, head_dim, generator=torch.Generator().manual_seed(0))
+        q, k, v = drawn.to(device, dtype).requires_grad_().split((2 * group, 2, 2), dim=2)
         for window in (80, length):
-            ours, exact = (
-                (y, *torch.autograd.grad(y, (q, k, v), upstream, retain_graph=True))
-                for y in (varlen_attention(q, k, v, window, documents), masked_attention(q, k, v, window, begins))
-            )
-            errors += [(a - b).norm() / b.norm() for a, b in zip(ours, exact)]
+            ours = varlen_attention(q, k, v, window, cu_seqlens)
+            exact = masked_attention(q, k, v, window, doc_start)
+            # Any gradient will do, if it differs from number to number.
+            pairs = zip(torch.autograd.grad(ours, (q, k, v), q), torch.autograd.grad(exact, (q, k, v), q))
+            errors += [(a - b).norm() / b.norm() for a, b in [(ours, exact), *pairs]]
     return torch.stack(errors).max().item()
 
 
@@ -121,23 +118,21 @@ def masked_attention(
     k: Tensor,
     v: Tensor,
     window: int,
-    begins: Tensor | None,
+    doc_start: Tensor | None,
 ) -> Tensor:
     """`attention` by scaled_dot_product_attention, which computes all scores if it gets a mask."""
     length = q.size(1)
     group = q.size(2) // k.size(2)
+    # Few kernels take groups with a mask.
+    k, v = (heads.repeat_interleave(group, dim=2) for heads in (k, v))
     q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
-    if begins is None and window >= length:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
-    else:
-        # Few kernels take groups with a mask.
-        k = k.repeat_interleave(group, dim=1)  # (B, H, T, D)
-        v = v.repeat_interleave(group, dim=1)
-        mask = visible(0, length, 0, window, q.device, begins)  # (T, T) or (B, T, T)
-        if begins is not None:
+    mask = None
+    if doc_start is not None or window < length:
+        mask = visible(0, length, 0, window, q.device, doc_start)  # (T, T) or (B, T, T)
+        if doc_start is not None:
             # One mask for all heads.
             mask = mask[:, None]
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     return y.transpose(1, 2)
 
 
@@ -146,7 +141,7 @@ def blockwise_attention(
     k: Tensor,
     v: Tensor,
     window: int,
-    begins: Tensor | None = None,
+    doc_start: Tensor | None = None,
 ) -> Tensor:
     """
     `attention` by blocks of queries. A block reads only the keys from its first query's window, or from the earliest
@@ -157,10 +152,10 @@ def blockwise_attention(
     k = k.reshape(-1, T, D)                # (N, T, D), N = B · H_kv
     v = v.reshape(-1, T, D)
     q = q.reshape(len(k), -1, T, D)        # (N, G, T, D): the G query heads of each key head
-    return BlockwiseAttention.apply(q, k, v, window, begins).view(B, H, T, D).transpose(1, 2)
+    return BlockwiseAttention.apply(q, k, v, window, doc_start).view(B, H, T, D).transpose(1, 2)
 
 
-def query_blocks(length: int, window: int, begins: Tensor | None = None) -> list[tuple[int, int, int]]:
+def query_blocks(length: int, window: int, doc_start: Tensor | None = None) -> list[tuple[int, int, int]]:
     """
     (first query, end of queries and keys, first key) of each block. Beginnings of documents are rounded down to a
     multiple of the small block, so that few shapes occur: the first product of each shape is slow.
@@ -169,7 +164,7 @@ def query_blocks(length: int, window: int, begins: Tensor | None = None) -> list
     size = small if length <= 512 else large
     starts = range(0, length, size)
     # Per block, where the document of its first query begins: the earliest of all rows.
-    documents = [0] * len(starts) if begins is None else begins[:, ::size].amin(0).tolist()
+    documents = [0] * len(starts) if doc_start is None else doc_start[:, ::size].amin(0).tolist()
     return [
         (start, min(start + size, length), max(start - window, document // small * small, 0))
         for start, document in zip(starts, documents)
@@ -189,14 +184,14 @@ class BlockwiseAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         window: int,
-        begins: Tensor | None,
+        doc_start: Tensor | None,
     ) -> Tensor:
         N, G, T, D = q.shape
         out = torch.empty_like(q)
         kept = []
-        ctx.blocks = query_blocks(T, window, begins)
+        ctx.blocks = query_blocks(T, window, doc_start)
         for start, end, first in ctx.blocks:
-            of_queries = None if begins is None else begins[:, start:end]
+            of_queries = None if doc_start is None else doc_start[:, start:end]
             unseen = ~visible(start, end, first, window, q.device, of_queries)  # (rows, keys) or (B, rows, keys)
             bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf")).view(-1, 1, 1, *unseen.shape[-2:])
             scores = bias.repeat(1, N // len(bias), G, 1, 1).view(N, -1, end - first)  # (N, G · rows, keys)
@@ -230,23 +225,23 @@ class BlockwiseAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None
 
 
-def token_before(x: Tensor, begins: Tensor | None) -> Tensor:
+def token_before(x: Tensor, doc_start: Tensor | None) -> Tensor:
     """x (B, T, …) shifted by one position: each token gets its predecessor's values; zeros where a document begins."""
     before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
-    if begins is None:
+    if doc_start is None:
         return before
-    follows = begins < torch.arange(x.size(1), device=x.device)  # (B, T)
+    follows = doc_start < torch.arange(x.size(1), device=x.device)  # (B, T)
     return before * follows.view(*follows.shape, *[1] * (x.dim() - 2))
 
 
-def offset_keys(k: Tensor, begins: Tensor | None) -> Tensor:
+def offset_keys(k: Tensor, doc_start: Tensor | None) -> Tensor:
     """
     Keys (B, T, H, D) whose slow channels (the half that `rotate` turns least) come from the token before, or are zeros
     where a document begins. Then a single layer can find what followed a token's last occurrence. Partial key
     offset: modded-nanogpt, 2025.
     """
     fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, T, H, 2, D/4): `rotate` pairs the 2
-    before = token_before(slow, begins)
+    before = token_before(slow, doc_start)
     return torch.stack((fast, before), dim=-2).flatten(-3)
 
 
@@ -256,22 +251,22 @@ def visible(
     first: int,
     window: int,
     device: torch.device,
-    begins: Tensor | None = None,
+    doc_start: Tensor | None = None,
 ) -> Tensor:
     """
     (end − start, end − first) bool: which keys, from `first` on, each of the queries from `start` to `end` sees.
-    begins (…, end − start): where each query's document begins; then the result is (…, end − start, end − first).
+    doc_start (…, end − start): where each query's document begins; then the result is (…, end − start, end − first).
     """
     query = torch.arange(start, end, dtype=torch.int32, device=device)[:, None]
     key = torch.arange(first, end, dtype=torch.int32, device=device)
     seen = (key <= query) & (key > query - window)
-    if begins is not None:
-        seen = seen & (key >= begins[..., None])
+    if doc_start is not None:
+        seen = seen & (key >= doc_start[..., None])
     return seen
 
 
-def document_begins(documents: Tensor, rows: int, length: int) -> Tensor:
-    """Offsets (see `GPT.forward`) → (rows, length): the position in its row where each token's document begins."""
-    place = torch.arange(rows * length, device=documents.device, dtype=documents.dtype)
-    last = torch.searchsorted(documents, place, right=True) - 1
-    return (documents[last] % length).view(rows, length)
+def document_starts(cu_seqlens: Tensor, rows: int, length: int) -> Tensor:
+    """cu_seqlens (see `GPT.forward`) → (rows, length): the position in its row where each token's document begins."""
+    place = torch.arange(rows * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    last = torch.searchsorted(cu_seqlens, place, right=True) - 1
+    return (cu_seqlens[last] % length).view(rows, length)

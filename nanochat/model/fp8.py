@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.model.fp8_cast import cast
-from nanochat.model.gpt import GPT, Head
-from nanochat.model.layers import linears, mlp
+from nanochat.model.gpt import GPT
+from nanochat.model.products import Products
 from nanochat.runtime.errors import UserError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -24,6 +23,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROUNDING = 1.1
 # cuBLAS takes operands whose two sizes are multiples of this.
 MULTIPLE = 16
+# Rows and columns that one program of the cast's kernel casts, and its warps: on an H100 the fastest of eight
+# (docs/tried.md).
+ROWS, COLUMNS, WARPS = 32, 128, 4
 # The narrowest model known to gain, 22 layers (nanochat, pull request 830): the cost of casts grows with the width,
 # the cost of products with its square.
 MIN_WIDTH = 1408
@@ -47,35 +49,13 @@ def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
     if tokens % MULTIPLE:
         raise UserError(f"fp8=True needs micro-batches of a multiple of {MULTIPLE} tokens, and device_batch_size * "
                         f"max_seq_len is {tokens}")
-    for block in model.own_blocks():
-        block.attn.linear = fp8_linear
-        block.attn.linears = fp8_linears
-        block.mlp.compute = fp8_mlp
-    if isinstance(model.lm_head, Head):
-        model.lm_head.products = Fp8Products
+    for module in model.modules():
+        if hasattr(module, "products"):
+            module.products = Fp8Products()
 
 
-def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear(x, weight) with 8-bit copies, forward and backward: x (…, K), weight (M, K) → (…, M) in x's dtype."""
-    return fp8_linears(x, (weight,))[0]
-
-
-def fp8_linears(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`linears` of layers.py with 8-bit copies, forward and backward."""
-    if not torch.is_grad_enabled():
-        return linears(x, weights)
-    return [y.unflatten(0, x.shape[:-1]) for y in Fp8Linears.apply(x.flatten(0, -2), *weights)]
-
-
-def fp8_mlp(x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
-    """`mlp` of layers.py with 8-bit copies."""
-    if not torch.is_grad_enabled():
-        return mlp(x, weight_in, weight_out)
-    return Fp8MLP.apply(x.flatten(0, -2), weight_in, weight_out).unflatten(0, x.shape[:-1])
-
-
-class Fp8Products:
-    """`Products` of loss.py in 8 bits."""
+class Fp8HeadProducts:
+    """`HeadProducts` in 8 bits."""
 
     def __init__(self, head: Tensor):
         self.dtype = head.dtype
@@ -153,6 +133,25 @@ class Fp8MLP(torch.autograd.Function):
         return product(wide8, wide_scale, in8_columns, in_scale, dtype, fast=True), grad_in, grad_out
 
 
+class Fp8Products(Products):
+    """`Products` with 8-bit copies of the operands, forward and backward."""
+
+    head = Fp8HeadProducts
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.linears(x, (weight,))[0]
+
+    def linears(self, x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not torch.is_grad_enabled():
+            return super().linears(x, weights)
+        return [y.unflatten(0, x.shape[:-1]) for y in Fp8Linears.apply(x.flatten(0, -2), *weights)]
+
+    def mlp(self, x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().mlp(x, weight_in, weight_out)
+        return Fp8MLP.apply(x.flatten(0, -2), weight_in, weight_out).unflatten(0, x.shape[:-1])
+
+
 def scaled(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The parts (N, K_i), side by side, / scale in 8 bits, (N, K), the same transposed, (K, N), and the scale."""
     scale = scale_for(reduce(torch.maximum, [part.abs().amax() for part in parts]), dtype)
@@ -181,3 +180,67 @@ def product(
     if a.device.type == "cpu":
         return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype, copy=True)  # copy: see RotatedNorm
     return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
+
+
+# ---- The cast. An H100 multiplies 8-bit operands only along contiguous numbers, so a step needs each matrix by rows
+# and by columns. One kernel writes both in one read; torch's code writes the transposed copy slowly (docs/tried.md).
+
+@torch.library.custom_op("nanochat::cast", mutates_args=())
+def cast(
+    parts: Sequence[Tensor], hidden: Tensor | None, scale: Tensor, dtype: torch.dtype, by_columns: bool = True,
+    factor: Tensor | None = None, square_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    value / scale as `dtype`, (N, K); the same transposed, (K, N), empty without by_columns; with square_scale, also
+    relu(hidden)² / square_scale in e4m3, transposed. scale, square_scale: float32, one number.
+    value: the parts (N, K_i) side by side. Or, with hidden (N, K) and no part, relu(hidden)²; with one part, the
+    gradient of hidden, the part being that of relu(hidden)². factor: (N,) float32, multiplies each row.
+    """
+    if hidden is None:
+        value = torch.cat([part.float() for part in parts], dim=1)
+    else:
+        root = F.relu(hidden).float()
+        value = 2 * root * parts[0] if parts else root.square()
+    if factor is not None:
+        value = value * factor[:, None]
+    rows, columns, squares = empty(parts or [hidden], dtype, by_columns, square_scale)
+    value = (value * (1 / scale)).to(dtype)
+    rows.copy_(value)
+    if by_columns:
+        columns.copy_(value.T)
+    if square_scale is not None:
+        squares.copy_((root.square() * (1 / square_scale)).T)
+    return rows, columns, squares
+
+
+def empty(
+    values: Sequence[Tensor], dtype: torch.dtype, by_columns: bool, square_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = len(values[0]), sum(value.size(1) for value in values)
+    new = values[0].new_empty
+    return (new(shape, dtype=dtype), new(shape[::-1] if by_columns else 0, dtype=dtype),
+            new(shape[::-1] if square_scale is not None else 0, dtype=torch.float8_e4m3fn))
+
+
+@cast.register_fake
+def _(parts, hidden, scale, dtype, by_columns=True, factor=None, square_scale=None):
+    return empty(parts or [hidden], dtype, by_columns, square_scale)
+
+
+@cast.register_kernel("cuda")
+def _(parts, hidden, scale, dtype, by_columns=True, factor=None, square_scale=None):
+    from nanochat.model.triton_kernels import cast_kernel  # Triton comes with torch for CUDA only
+
+    values = [value.contiguous() for value in parts or [hidden]]
+    if hidden is not None:
+        hidden = hidden.contiguous()
+    rows, columns, squares = empty(values, dtype, by_columns, square_scale)
+    start = 0
+    for value in values:
+        count, own = value.shape
+        cast_kernel[-(-own // COLUMNS), -(-count // ROWS)](
+            value if parts else None, hidden, factor, scale, square_scale, rows[:, start:], columns[start:], squares,
+            count, own, rows.size(1), bool(parts), hidden is not None, factor is not None, by_columns,
+            square_scale is not None, ROWS, COLUMNS, num_warps=WARPS)
+        start += own
+    return rows, columns, squares

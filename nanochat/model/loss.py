@@ -11,30 +11,11 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from nanochat.model.products import HeadProducts
 from nanochat.runtime.compiling import compiled, of_any_length
 
 # Logits that exist at once. 2^22 are 8 MiB of bfloat16, which fit a CPU's cache.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
-
-
-class Products:
-    """A head's three products with a chunk of rows, in the head's dtype. fp8.py has an 8-bit version."""
-
-    def __init__(self, head: Tensor):
-        self.head = head  # (V, C)
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """rows (N, C) → (N, V)."""
-        return rows @ self.head.T
-
-    def gradients(self, grad: Tensor, total: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        With g = grad · weights / total: g · head, (N, C), and gᵀ · rows, (V, C). grad: (N, V), no number of a row
-        exceeds the row's total; total, weights: (N,) float32; rows: (N, C).
-        """
-        # Each row's factor is applied in the products, which saves a pass over the logits.
-        factor = (weights / total)[:, None]
-        return (grad @ self.head) * factor, grad.T @ (rows * factor).to(rows.dtype)
 
 
 def softcapped_cross_entropy(
@@ -44,7 +25,7 @@ def softcapped_cross_entropy(
     vocab_size: int,
     softcap: float | None,
     weights: Tensor | None = None,
-    products: Callable = Products,
+    products: Callable = HeadProducts,
 ) -> Tensor:
     """
     Sum over the targets of −log softmax(softcap · tanh(x headᵀ / softcap))[target], in float32, a scalar.
@@ -53,7 +34,7 @@ def softcapped_cross_entropy(
     targets: (N,) int64, negative where there is nothing to predict; a target in the padding has infinite loss;
     softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, a factor for each target's loss.
     Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None), and to
-    weights: each target's loss. products: multiplies with the head, see Products.
+    weights: each target's loss. products: multiplies with the head.
     """
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
@@ -86,7 +67,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         vocab_size: int,
         softcap: float | None,
-        products: Callable = Products,
+        products: Callable = HeadProducts,
     ) -> Tensor:
         multiply = products(head)
         real = real_columns(head, vocab_size)

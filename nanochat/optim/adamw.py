@@ -4,8 +4,8 @@ import math
 import torch
 from torch import Tensor
 
+from nanochat.optim.sharding import StepStats
 from nanochat.runtime.compiling import in_one_pass
-from nanochat.runtime.step_stats import StepStats
 
 # Defaults of a group. The betas are nanochat's.
 DEFAULTS = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}

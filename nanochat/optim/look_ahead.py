@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat.optim.partition import Shard
+from nanochat.optim.sharding import Shard, StepStats
 from nanochat.runtime.compiling import in_one_pass
-from nanochat.runtime.step_stats import StepStats
 
 DECAY = 0.99
 # The part of a run in which weights look ahead: early moves say little about later ones, and in the warmdown the

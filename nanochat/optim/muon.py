@@ -4,7 +4,6 @@ Muon: orthogonalized momentum. Update rules are pure functions of tensors; DistM
 Jordan et al. 2024, kellerjordan.github.io/posts/muon. Every matrix moves by a matrix whose singular values are all near
 one, so that directions with small gradients are learned, too.
 """
-from math import prod
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.optim.partition import ShardRange
-from nanochat.optim.sharding import Sharding
-from nanochat.runtime.step_stats import StepStats
+from nanochat.optim.sharding import Sharding, ShardRange, StepStats
 
 # Odd quintic polynomials, one per step, each the best for the interval of singular values left by the previous step.
 # Amsel et al. 2025 ("Polar Express"), arXiv:2505.16932, for five steps; docs/decisions.md has the comparison with
@@ -55,7 +52,7 @@ def orthogonalize(G: Tensor) -> Tensor:
     return X.reshape(G.shape)
 
 
-def even_out(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
+def normuon(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
     """
     NorMuon (Li et al. 2025, arXiv:2510.05491): the rows of a stack (n, rows, cols), or the columns of wide matrices,
     are divided by the root of their second moment. Every matrix gets the Frobenius norm of a semi-orthogonal one, which
@@ -133,9 +130,9 @@ class MatrixExchange:
         # Every rank lists all shards in the same order, by their matrix's owner, so messages need no names.
         shards = [(name, r) for name in sorted(ranges, key=owners.get) for r in ranges[name]]
         self.kept = {name: r.size for name, r in shards if r.rank == rank}  # elements, in order of sending
-        self.arriving = [(name, r) for name, r in shards if owners[name] == rank]
-        self.owned = list(dict.fromkeys(name for name, _ in self.arriving))
-        self.arriving.sort(key=lambda shard: shard[1].rank)  # in order of arrival
+        self.owned = [name for name in ranges if owners[name] == rank]
+        self.shards = [shard for shard in shards if owners[shard[0]] == rank]  # of these, matrix by matrix
+        self.arriving = sorted(self.shards, key=lambda shard: shard[1].rank)   # in order of arrival
         # Elements to each owner, and from each rank.
         self.outgoing = [0] * self.ranks
         self.incoming = [0] * self.ranks
@@ -152,10 +149,8 @@ class MatrixExchange:
         """Wait for `send`: a stack (n, rows, cols) of the matrices that this rank owns; n may be 0."""
         received = self.finish()
         if self.ranks > 1:
-            by_name = {name: received.new_empty(prod(self.shape)) for name in self.owned}
-            for (name, r), part in zip(self.arriving, received.split([r.size for _, r in self.arriving])):
-                by_name[name][r.start : r.end] = part
-            received = torch.cat([received[:0], *by_name.values()])
+            parts = dict(zip(self.arriving, received.split([r.size for _, r in self.arriving])))
+            received = torch.cat([received[:0], *(parts[shard] for shard in self.shards)])
         return received.view(len(self.owned), *self.shape)
 
     def send_back(self, stack: Tensor) -> None:
@@ -252,7 +247,7 @@ class DistMuon:
             # MuonEq (Chang et al. 2026, arXiv:2603.28254): rows get equal lengths, so that small ones count, too.
             momentum = F.normalize(exchange.receive(), dim=-1, eps=SMALLEST)  # (owned matrices, rows, cols)
             update = orthogonalize(momentum)
-            exchange.send_back(even_out(update, self.second_moments[shape], stats.ok))
+            exchange.send_back(normuon(update, self.second_moments[shape], stats.ok))
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
             lr = group["lr"] * shape_scale(*shape)

@@ -7,15 +7,15 @@ from nanochat.optim.look_ahead import LookAhead
 from nanochat.optim.muon import DistMuon
 from nanochat.optim.sharding import Sharding
 
-# The rate of value tables, relative to the embedding's.
-TABLE_LR = 0.5
+# The rate of value embeddings, relative to the embedding's.
+VALUE_EMBEDDING_LR = 0.5
 # The rate of gates and of the smear's scale, whose weights are of the order of one.
 SCALAR_LR = 0.02
 # AdamW in large models, as in nanochat except for eps. All blocks begin as the identity, and norms undo a stream's
 # scale, so the scales' first gradients are rounding errors, which an eps of 1e-10 would turn into full steps.
 LARGE: dict[str, dict[str, Any]] = {
     "embedding": {"betas": (0.8, 0.995), "weight_decay": 0.001},
-    "table": {"betas": (0.8, 0.995), "weight_decay": 0.01},
+    "value_embedding": {"betas": (0.8, 0.995), "weight_decay": 0.01},
     "head": {"betas": (0.8, 0.96), "weight_decay": 0.01},
     "smear": {"eps": 1e-5},
     "residual_scale": {"eps": 1e-5, "weight_decay": 0.05},
@@ -36,7 +36,7 @@ def setup_optimizers(
     """
     (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
     look_ahead: its distance; unless 0, a LookAhead for all shards is the third, which steps last.
-    weight_decay: Muon's. Rates of embedding, tables and head are for a model 768 wide; they scale as 1/√width.
+    weight_decay: Muon's. Rates of embeddings and head are for a model 768 wide; they scale as 1/√width.
     lr_scale: multiplies all rates.
     """
     roles = model.roles()
@@ -44,7 +44,7 @@ def setup_optimizers(
     rates = {
         "head": unembedding_lr * by_width,
         "embedding": embedding_lr * by_width,
-        "table": TABLE_LR * embedding_lr * by_width,
+        "value_embedding": VALUE_EMBEDDING_LR * embedding_lr * by_width,
         "gate": SCALAR_LR,
         "smear": 0.2 if model.config.narrow_gates else SCALAR_LR,
         "residual_scale": 0.005,

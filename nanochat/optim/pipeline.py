@@ -10,18 +10,17 @@ Ranks [s · N/P, (s + 1) · N/P) are stage s. They are neighbours, because they 
 only sends the result of GPT.blocks to rank r + N/P, and receives its gradient. All ranks of a pipeline read the same
 rows.
 """
+import itertools
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from nanochat.model.gpt import GPT, model_without_memory
+from nanochat.model.gpt import GPT, Streams, model_without_memory, norm
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.model.layers import Streams, norm
-from nanochat.optim.partition import partition, place_in_pipeline
 from nanochat.optim.schedule import accumulation_steps
-from nanochat.optim.sharding import Sharding
+from nanochat.optim.sharding import Sharding, partition, place_in_pipeline
 from nanochat.runtime.errors import UserError
 
 
@@ -49,14 +48,8 @@ def stage_layers(config: GPTConfig, pipeline_stages: int) -> list[range]:
 
     last = min(range(1, layers - others + 1), key=largest_stage)
     size, extra = divmod(layers - last, others)
-    cut, start = [], 0
-    for stage in range(others):
-        end = start + size
-        if stage < extra:
-            end += 1
-        cut.append(range(start, end))
-        start = end
-    return [*cut, range(start, layers)]
+    starts = [stage * size + min(stage, extra) for stage in range(pipeline_stages)]
+    return [range(start, end) for start, end in itertools.pairwise([*starts, layers])]
 
 
 class Pipeline:
@@ -76,16 +69,11 @@ class Pipeline:
         world_size: int,
     ):
         if world_size % pipeline_stages:
-            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-            raise UserError(
-                f"pipeline_stages={pipeline_stages} does not divide the {world_size} rank(s); "
-                f"expected {divisors}, or more ranks: torchrun --nproc_per_node=…"
-            )
+            raise UserError(f"pipeline_stages={pipeline_stages} does not divide the {world_size} rank(s) of torchrun "
+                            "--nproc_per_node=…")
         if pipeline_stages > 1 and zero_stage > 1:
-            raise UserError(
-                f"zero_stage={zero_stage} with pipeline_stages={pipeline_stages}: a pipeline sums gradients of all "
-                "micro-batches before it sends them; expected zero_stage 0 or 1"
-            )
+            raise UserError(f"zero_stage={zero_stage} with pipeline_stages={pipeline_stages}: a pipeline sums the "
+                            "gradients of all micro-batches before it sends them; expected zero_stage 0 or 1")
         self.config = config
         self.pipeline_stages = pipeline_stages
         self.layers_of_stages = stage_layers(config, pipeline_stages)
@@ -167,34 +155,32 @@ class Pipeline:
         whole = model_without_memory(self.config)
 
         def fill(names: list[str], weights: Callable[[str], Tensor]) -> None:
-            tensors = {name: weights(name) for name in names}
-            whole.load_state_dict(tensors, strict=False, assign=True)
+            whole.load_state_dict({name: weights(name) for name in names}, strict=False, assign=True)
 
         def nothing(name: str) -> Tensor:
             """A tensor of the parameter's shape, but one element's memory."""
-            _, shape = sharding.homes[name]
+            _, shape = sharding.stage_and_shape[name]
             return torch.empty((), dtype=sharding.dtype, device=sharding.device).expand(shape)
 
-        for unit, params in partition(whole, whole.units()):
-            names = list(params)
+        for unit, names in partition(whole, whole.units()):
             fill(names, nothing)
-            unit.register_forward_pre_hook(lambda *_, names=names: fill(names, sharding.whole_tensor))
+            unit.register_forward_pre_hook(lambda *_, names=names: fill(names, sharding.full_tensor))
             unit.register_forward_hook(lambda *_, names=names: fill(names, nothing))
         return whole
 
-    def step(self, inputs: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
         Forward and backward passes of this rank's stage for all micro-batches. inputs, targets: (micro_batches · rows,
-        T); documents: their offsets. Returns the mean loss of the micro-batches on the last stage, zero on the others.
+        T); cu_seqlens: see GPT.forward. Returns the mean loss of the micro-batches on the last stage, else zero.
         """
         # Each micro-batch's offsets, (micro_batches, N + 1): other micro-batches' documents become empty.
         size = inputs.numel() // self.micro_batches
         first = size * torch.arange(self.micro_batches, device=inputs.device, dtype=torch.int32)[:, None]
-        documents = (documents - first).clamp(0, size)
+        cu_seqlens = (cu_seqlens - first).clamp(0, size)
         losses: list[Tensor] = []
         # The other stages receive streams.
         first_input = (inputs,) if self.pipeline_stage == 0 else ()
-        self.schedule.step(*first_input, tokens=inputs, documents=documents, target=targets, losses=losses,
+        self.schedule.step(*first_input, tokens=inputs, cu_seqlens=cu_seqlens, target=targets, losses=losses,
                            return_outputs=False)
         # In the same order as one rank without a pipeline.
         return sum(losses, torch.zeros((), device=inputs.device))
@@ -203,7 +189,7 @@ class Pipeline:
 class StageLayers(nn.Module):
     """
     The layers of a stage: takes and returns streams (config.streams, B, T, C); the last stage returns the head's input.
-    All stages get the tokens, because some layers have tables, and the documents, (1, N + 1).
+    All stages get the tokens, because some layers have value embeddings, and cu_seqlens, (1, N + 1).
     """
 
     def __init__(self, model: GPT, layers: range):
@@ -211,8 +197,8 @@ class StageLayers(nn.Module):
         self.model = model
         self.layers = layers
 
-    def forward(self, received: Tensor, tokens: Tensor, documents: Tensor) -> Tensor:
-        positions = self.model.positions(tokens, documents[0])
+    def forward(self, received: Tensor, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+        positions = self.model.positions(tokens, cu_seqlens[0])
         if self.layers.start == 0:
             streams = self.model.embed(tokens, positions)
         else:

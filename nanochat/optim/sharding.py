@@ -1,10 +1,16 @@
 """
 What all stages of ZeRO share: which rank keeps what, the one small collective of a step, and whole parameters. The
-stages themselves are in zero.py (0 to 2; begin reading there) and in fsdp.py (3).
+stages themselves are in zero.py; begin reading there.
+
+A model is cut into units, whose parameters travel together, and each flattened parameter into ranges, one for each rank
+that keeps a part of it. Every stage of ZeRO is a list of such ranges, also FSDP's rows.
 """
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,16 +18,118 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
-from nanochat.optim.partition import Shard, ShardRange, partition, place_in_pipeline
 from nanochat.runtime.collectives import gather_objects, rank_and_size, require_same
 from nanochat.runtime.compiling import in_one_pass
 from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.distributed import SETUP_TIMEOUT, set_timeout
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.step_stats import StepStats
 
+# A rank's part begins at a multiple of so many elements: in bfloat16 these are the 16 bytes that a GPU reads at once.
+ALIGNMENT = 8
 # A rank is (pipeline stage, replica, rank of its shard group).
 DIMENSIONS = "pipeline", "replica", "shard"
+
+
+class ShardRange(NamedTuple):
+    """Elements [start, end) of a flattened parameter, kept and updated by `rank` of the shard group."""
+
+    start: int
+    end: int
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+@dataclass
+class Shard:
+    """
+    This rank's part of one parameter, its elements [start, end) when flattened: the float32 master and, from
+    `reduce_and_clip` to `all_gather_params`, the averaged float32 gradient, each (end − start,).
+    """
+
+    name: str
+    shape: tuple[int, ...]  # the whole parameter's
+    start: int
+    end: int
+    master: Tensor
+    grad: Tensor | None = None
+
+
+def equal_ranges(shapes: dict[str, tuple[int, ...]], ranks: int) -> tuple[int, dict[str, list[ShardRange]]]:
+    """
+    Lay parameters end to end and cut them into equal parts, one for each rank. A cut may go through a parameter.
+
+    Returns (elements of a part, {name: its ranges}). Padding behind the last parameter is in no range.
+    """
+    part_size = ALIGNMENT * ceil(sum(map(prod, shapes.values())) / (ranks * ALIGNMENT))
+    ranges: dict[str, list[ShardRange]] = {}
+    offset = 0  # where the parameter begins
+    for name, shape in shapes.items():
+        ranges[name] = cut(prod(shape), part_size, ranks, offset)
+        offset += prod(shape)
+    return part_size, ranges
+
+
+def row_ranges(shape: tuple[int, ...], ranks: int) -> list[ShardRange]:
+    """FSDP's cut: whole rows, like torch.chunk; 5 rows on 4 ranks are 2, 2, 1 and none."""
+    rows = ceil(shape[0] / ranks)
+    return cut(prod(shape), rows * prod(shape[1:]), ranks)
+
+
+def cut(
+    size: int,
+    part_size: int,
+    ranks: int,
+    offset: int = 0,
+) -> list[ShardRange]:
+    """The ranges of a parameter of `size` elements, which begins `offset` elements after the first rank's part does."""
+    ranges = []
+    for rank in range(ranks):
+        start = max(rank * part_size - offset, 0)
+        end = min((rank + 1) * part_size - offset, size)
+        if start < end:
+            ranges.append(ShardRange(start, end, rank))
+    return ranges
+
+
+def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module, list[str]]]:
+    """
+    (unit, names of its parameters) in the order of the forward pass; units without parameters are left out. Every
+    parameter must belong to exactly one unit, and none may be frozen: one that units share would be summed and updated
+    twice, a frozen one would still decay.
+
+    A unit's largest parameters come first: laid end to end, its matrices then begin at multiples of ALIGNMENT. Behind
+    a scalar they would not, and an H100 takes twice as long for a product with such a matrix (docs/tried.md).
+    """
+    names = {p: name for name, p in model.named_parameters()}
+    assert all(p.requires_grad for p in names), "no parameter is frozen"
+    parts = []
+    for unit in units:
+        params = sorted(unit.parameters(), key=Parameter.numel, reverse=True)
+        if params:
+            parts.append((unit, [names[p] for p in params]))
+    assert sum(len(part) for _, part in parts) == len(names), "every parameter belongs to exactly one unit"
+    return parts
+
+
+def place_in_pipeline(rank: int, world_size: int, pipeline_stages: int) -> tuple[int, int, int]:
+    """
+    (pipeline stage of a rank, its number within the stage, the stage's number of ranks). The ranks of a stage are
+    neighbours and share a gradient; ranks of the same number form one pipeline.
+    """
+    dp_ranks = world_size // pipeline_stages
+    pipeline_stage, dp_rank = divmod(rank, dp_ranks)
+    return pipeline_stage, dp_rank, dp_ranks
+
+
+@dataclass
+class StepStats:
+    """A step's numbers, equal on every rank, on the device: reading them on the host waits for the step."""
+
+    ok: Tensor      # 1.0; 0.0 if a loss or gradient of any rank is not finite: then no rank may change anything
+    values: Tensor  # (5,) float32: mean loss, gradient norm before clipping, ok, ranks that ask to stop, to save
 
 
 class Sharding(ABC):
@@ -69,12 +177,13 @@ class Sharding(ABC):
         self.separate_masters = dtype != torch.float32
         self.ranges: dict[str, list[ShardRange]] = {}  # which rank keeps which elements of each parameter
         self.shards: list[Shard] = []                  # this rank's own
-        # The whole model, by name: the pipeline stage that has a parameter, and its shape.
-        self.homes = {name: (self.pipeline_stage, tuple(p.shape)) for name, p in model.named_parameters()}
-        if pipeline_stages > 1:
-            # The same order on every rank, because whole_tensors is collective.
-            homes_by_rank = gather_objects(self.homes)
-            self.homes = {name: home for homes in homes_by_rank for name, home in homes.items()}
+        # The pipeline stage that has a parameter, and its shape, by name, of the whole model.
+        here = {name: (self.pipeline_stage, tuple(p.shape)) for name, p in model.named_parameters()}
+        # The same order on every rank, because full_tensors is collective.
+        of_ranks = gather_objects(here) if pipeline_stages > 1 else [here]
+        self.stage_and_shape: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for of_rank in of_ranks:
+            self.stage_and_shape |= of_rank
         # Whether the last micro-step of a step has begun.
         self.last = False
 
@@ -85,20 +194,16 @@ class Sharding(ABC):
         # A dry run has no other ranks.
         compared = self.world_size > 1 and dist.get_backend() != "fake"
         sums: dict[str, int] = {}
-
-        def add(unit: nn.Module, names: list[str]) -> None:
-            """A function, so that the whole weights of a unit are freed before the next unit gets its own."""
+        for unit, names in partition(self.model, units):
             if weights is not None:
-                whole = {name: weights(name).to(self.device) for name in names}
-                self.model.load_state_dict(whole, strict=False, assign=True)
-                del whole
+                # Not a variable: a unit's whole weights must be freed before the next unit gets its own.
+                self.model.load_state_dict(
+                    {name: weights(name).to(self.device) for name in names}, strict=False, assign=True)
             params = {name: self.model.get_parameter(name) for name in names}
             if compared:
-                sums.update(sums_of_bits(params))
+                sums |= {name: sum_of_bits(p) for name, p in params.items()}
             self.add_unit(unit, params)
-
-        for unit, params in partition(self.model, units):
-            add(unit, list(params))
+            del params
         if compared:
             require_same("starts from other weights", sums,
                          "every rank must draw them from one seed, or load one checkpoint", self.dp_ranks)
@@ -123,11 +228,11 @@ class Sharding(ABC):
         params = dict(self.model.named_parameters())
         for shard in self.shards:
             grad = params[shard.name].grad
-            shard.grad = torch.zeros_like(shard.master) if grad is None else self.own_part(grad).reshape(-1)
+            shard.grad = torch.zeros_like(shard.master) if grad is None else self.local_shard(grad).reshape(-1)
         for p in params.values():
             p.grad = None
 
-    def own_part(self, tensor: Tensor) -> Tensor:
+    def local_shard(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or of its gradient."""
         return tensor
 
@@ -148,11 +253,8 @@ class Sharding(ABC):
         over equally many targets. If their numbers of targets differ, back-propagate sums and count the targets.
         grad_clip: largest norm of the averaged gradient, 0 for no limit.
         stop, save: whether this rank asks all to end the run, to save a checkpoint.
-        UserError if `accumulate` was not called with last=True since the previous step.
         """
-        if not self.last:
-            raise UserError("reduce_and_clip without a last micro-step: run each backward pass within "
-                            "accumulate(last=...), the last one of a step with last=True")
+        assert self.last, "each backward pass runs within accumulate(last=...), the last one of a step with last=True"
         self.last = False
         self.collect_gradients()
         # If clipping depends on the norm, it is summed in float64: in float32 its last digits, and so the run, would
@@ -201,18 +303,18 @@ class Sharding(ABC):
         """Return when the parameters are as the last update left them."""
 
     @torch.no_grad()
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """
         (name, whole parameter in the compute dtype), one at a time, including layers of other pipeline stages; every
         rank must iterate over all. COLLECTIVE.
         """
         self.wait_for_params()
-        for name in self.homes:
-            yield name, self.whole_tensor(name)
+        for name in self.stage_and_shape:
+            yield name, self.full_tensor(name)
 
-    def whole_tensor(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """A whole parameter in the compute dtype, gathered from the ranks that keep it. COLLECTIVE."""
-        pipeline_stage, shape = self.homes[name]
+        pipeline_stage, shape = self.stage_and_shape[name]
         if pipeline_stage == self.pipeline_stage:
             whole = self.gathered(self.model.get_parameter(name).detach())
         else:
@@ -235,13 +337,9 @@ class Sharding(ABC):
         return self.model
 
 
-def sums_of_bits(params: dict[str, Parameter]) -> dict[str, int]:
-    """A checksum of the weights of each parameter. Waits for the device."""
-    sums = {}
-    for name, p in params.items():
-        bits = p.detach().flatten().view(torch.int16)
-        sums[name] = bits.sum(dtype=torch.int64).item()
-    return sums
+def sum_of_bits(weights: Tensor) -> int:
+    """A checksum. Waits for the device."""
+    return weights.detach().flatten().view(torch.int16).sum(dtype=torch.int64).item()
 
 
 def averaged(grad: Tensor, divisor: Tensor, ok: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from nanochat.data.batch_shape import document_offsets
+from nanochat.model.compile import compile_model
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import LARGE_DEPTH, GPTConfig
-from nanochat.model.table_gradient import compile_model
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.recipe import LONG_RUN, Recipe
 from nanochat.optim.sharding import Sharding
@@ -63,10 +63,10 @@ def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Ten
     targets = tokens[:, 1:].contiguous()
     # Each row is one document: masks take the time that they take in training.
     rows, length = inputs.shape
-    documents = document_offsets([], rows, length).to(inputs.device)
+    cu_seqlens = document_offsets([], rows, length).to(inputs.device)
     for micro_step in range(micro_steps):
         with sharding.accumulate(last=micro_step == micro_steps - 1):
-            loss = model(inputs, targets, documents=documents)
+            loss = model(inputs, targets, cu_seqlens=cu_seqlens)
             (loss / micro_steps).backward()
     stats = sharding.reduce_and_clip(loss)
     for optimizer in optimizers:

@@ -1,6 +1,6 @@
 """
 torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, and `compile_model`
-of table_gradient.py compiles the model's blocks. Until `set_compile` switches it on, everything runs eagerly.
+of model/compile.py compiles the model's blocks. Until `set_compile` switches it on, everything runs eagerly.
 """
 import contextlib
 import functools
@@ -58,7 +58,7 @@ def by_position(function: Callable) -> Callable:
     return call
 
 
-def of_any_number(items: torch.Tensor) -> torch.Tensor:
+def mark_dynamic(items: torch.Tensor) -> torch.Tensor:
     """The same tensor, marked so that other lengths (≥ 2) compile nothing again."""
     if switch.on:
         torch._dynamo.maybe_mark_dynamic(items, 0)

@@ -109,7 +109,7 @@ def mismatches(
 ) -> Iterator[str]:
     """Every way in which a checkpoint does not fit this rank's pieces; all ranks together keep everything."""
     # Weights: the same names, shapes and dtypes. The model's file has them whole.
-    here = {name: f"{shape} {sharding.dtype}" for name, (_, shape) in sharding.homes.items()}
+    here = {name: f"{shape} {sharding.dtype}" for name, (_, shape) in sharding.stage_and_shape.items()}
     there = {}
     for name in weights.keys():
         stored = weights.get_slice(name)

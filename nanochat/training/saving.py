@@ -340,7 +340,7 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
     files: Files = {}
     weights = {}
     # Every rank must iterate: each tensor is gathered from all.
-    for name, tensor in sharding.whole_tensors():
+    for name, tensor in sharding.full_tensors():
         if sharding.rank == 0:
             weights[name] = host_copy(tensor)
     if sharding.rank == 0:

@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.model.compile import compile_model
 from nanochat.model.gpt import model_without_memory
-from nanochat.model.table_gradient import compile_model
 from nanochat.optim.schedule import is_due
-from nanochat.optim.sharding import Sharding
+from nanochat.optim.sharding import Sharding, StepStats
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step
 from nanochat.runtime.flops import peak_flops
-from nanochat.runtime.step_stats import StepStats
 from nanochat.runtime.stopping import StopRequest
 from nanochat.training.checkpoint import SCRIPTS
 from nanochat.training.metrics import Metrics

@@ -1,0 +1,13 @@
+"""Compiling a model. In a file of its own, because exported models come without it and its kernels."""
+from nanochat.model.gpt import GPT, Embedding
+
+
+def compile_model(model: GPT) -> None:
+    """Compile the blocks. On a GPU the embeddings' gradients get a kernel of their own."""
+    model.compile_blocks()
+    for module in model.modules():
+        if isinstance(module, Embedding) and module.weight.is_cuda:
+            # Here, because Triton comes with torch for CUDA only.
+            from nanochat.model.triton_kernels import Lookup
+
+            module.lookup = Lookup.apply
