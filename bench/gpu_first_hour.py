@@ -58,7 +58,7 @@ HEAD = "| what | measured | estimated | ratio |\n| --- | ---: | ---: | ---: |"
 ROW = r"\| (.+) \| .+ \| .+ \| ([\d.]+) \|"  # with an estimate
 HOUR, BASE = ("-m", "bench.gpu_first_hour"), ("-m", "scripts.base_train")
 # Depth 12 on real text: unchanged, and with one change each.
-ARMS = ("--arch=modern", "--arch=modern,key_offset=False", "--fp8=True", "--final_lr_frac=0")
+ARMS = ("--arch=modern", "--arch=modern,key_offset=False", "--fp8=True")
 
 
 def run_all() -> None:

@@ -22,7 +22,7 @@ once mid-$tag --needs base_checkpoints/$tag --makes mid_checkpoints/$tag $made/m
 once chat_eval-mid-$tag --needs mid_checkpoints/$tag --makes $made/chat_eval_mid.json -- "${judge[@]}" --source=mid
 once sft-$tag --needs mid_checkpoints/$tag --makes sft_checkpoints/$tag $made/chat_sft.json -- \
     $run scripts.chat_sft --model_tag=$tag --resume=auto --tasks="tinyworld[:99], spellingbee[:99]" \
-    --target_examples_per_step=2 --eval_metrics_every=-1 $tiny
+    --target_examples_per_step=2 $tiny
 once chat_eval-sft-$tag --needs sft_checkpoints/$tag --makes $made/chat_eval_sft.json -- "${judge[@]}" --source=sft
 once rl-$tag --needs sft_checkpoints/$tag --makes rl_checkpoints/$tag $made/chat_rl.json -- \
     $run scripts.chat_rl --model_tag=$tag --resume=auto --task=arithmetic:easy --examples_per_step=1 --num_samples=2 \

@@ -57,7 +57,7 @@ from nanochat.serve.served_model import ServedModel, load_engine
 from nanochat.serve.server import Server
 from nanochat.tasks import example_questions, never_looks_up
 from nanochat.training.checkpoint import find_model, latest_stage, tasks_of
-from nanochat.training.records import STAGES, latest_checkpoints, read_meta
+from nanochat.training.records import STAGES, latest_checkpoint, read_meta
 
 # Not a setting: the list of processes would show it.
 api_key = os.environ.get("NANOCHAT_API_KEY", "")
@@ -106,11 +106,11 @@ tried: set[Path] = set()
 
 def newer() -> ServedModel | None:
     """The model of the last finished stage; None if there is none, or if it has been served already."""
-    latest = latest_checkpoints(STAGES[1:] if source == "auto" else sources, model_tag, only_finished=True)
-    if not latest or latest[-1] in tried:
+    latest = latest_checkpoint(STAGES[1:] if source == "auto" else sources, model_tag, only_finished=True)
+    if latest is None or latest in tried:
         return None
-    tried.add(latest[-1])
-    *_, folder, tag, _ = latest[-1].parts
+    tried.add(latest)
+    *_, folder, tag, _ = latest.parts
     stage = folder.removesuffix("_checkpoints")
     model = serve(stage, find_model(stage, tag))
     print0(f"loading {model.id}, to chat with it at {url}")

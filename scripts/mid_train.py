@@ -1,10 +1,7 @@
 """
 Mid-training: teach the base model what a conversation is, in one pass over a mixture of tasks.
 
-    python -m scripts.mid_train
     torchrun --nproc_per_node=8 -m scripts.mid_train --tasks="smoltalk, mmlu, gsm8k*2, spellingbee, arithmetic"
-
-Rows are packed with whole conversations; longer ones are split. Only what the assistant writes is learned.
 """
 from typing import Literal
 
@@ -36,7 +33,6 @@ embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = 1.0          # [0..1] factor of these rates at the start
-grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmdown_ratio = 0.2        # [0..1] share of the run, at its end, over which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 150            # [-1..] steps between validations, also before the first step and after the last; -1: never
@@ -59,31 +55,24 @@ from nanochat.data.batch_shape import chunks
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, pack, shuffled
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import sample_answers
-from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
+from nanochat.optim.schedule import is_due, lr_multiplier, muon_momentum, set_rates
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import compute_cleanup, set_up
+from nanochat.runtime.distributed import set_up
 from nanochat.runtime.errors import UserError
-from nanochat.training.finetuning import (
-    batch_shape,
-    find_start,
-    load_training,
-    plan_steps,
-    row_length,
-)
-from nanochat.training.metrics import require_wandb
+from nanochat.training.checkpoint import checkpoint_dir, model_dir
 from nanochat.training.session import Session
+from nanochat.training.starting import batch_shape, find_start, load_training, plan_steps, row_length
 
-# ---- Setup
-require_wandb(run)
+# ---- Setup: the base model, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-
-# ---- The base model, or an interrupted run of this script
-start = find_start("mid", "base", config)
+base = model_dir("base", model_tag)
+start = find_start(checkpoint_dir("mid", base.name), base, config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 max_seq_len = row_length(max_seq_len, start.meta)
 warmup_steps = 40 if model.config.stream_scales else 0  # AdamW restarts: its first step would move a scale by 0.4
 
-# ---- Data: every rank packs all rows, so every rank knows where the run ends
+# ---- Data: rows are packed with whole conversations; longer ones are split. Only what the assistant writes is learned.
+# Every rank packs all rows, so every rank knows where the run ends
 if total_batch_size == -1:
     total_batch_size = min(start.meta.get("total_batch_size", 2**19), 2**19)
     config["total_batch_size"] = total_batch_size
@@ -144,9 +133,9 @@ while True:
         step_targets += (targets >= 0).sum()
         inputs, targets, documents = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
+    stats = sharding.reduce_and_clip(step_loss, step_targets, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps)
-    apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
+    set_rates(optimizers, lrm, muon_momentum(step))
     with session.update(stats, lrm):  # an error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)
@@ -155,4 +144,3 @@ while True:
 # ---- End
 session.end()
 session.report("Mid-training", metrics.results())
-compute_cleanup(session.stop)

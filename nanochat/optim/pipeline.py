@@ -20,7 +20,7 @@ from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import Streams, norm
 from nanochat.optim.partition import partition, place_in_pipeline
-from nanochat.optim.schedule import accumulation_steps
+from nanochat.optim.recipe import accumulation_steps
 from nanochat.optim.sharding import Sharding
 from nanochat.runtime.errors import UserError
 
@@ -99,15 +99,12 @@ class Pipeline:
         total_batch_size: int,
         device_batch_size: int,
         max_seq_len: int,
-        uneven: bool = False,
     ) -> tuple[int, int]:
         """
         (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has all micro-batches in flight in
-        one micro-step. UserError for a batch that does not divide (unless `uneven`, without a pipeline), and for fewer
-        micro-batches than stages.
+        one micro-step. UserError for a batch that does not divide, and for fewer micro-batches than stages.
         """
-        uneven = uneven and self.pipeline_stages == 1
-        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks, uneven,
+        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks,
                                          self.pipeline_stages)
         if self.pipeline_stages == 1:
             return 1, micro_steps

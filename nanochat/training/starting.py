@@ -1,5 +1,6 @@
-"""How the stages after pretraining begin: from the previous stage's model, or from an interrupted run's checkpoint."""
+"""How training begins: from nothing, from the weights of another model, or where an earlier run was interrupted."""
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +9,8 @@ import torch
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.conversation_loader import RenderedConversations, Rows
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import GPT, model_without_memory
+from nanochat.model.gpt_config import GPTConfig, parse_architecture
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.sharding import Sharding
 from nanochat.optim.zero import shard_model
@@ -17,70 +19,86 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import (
     changed_settings,
-    checkpoint_dir,
     choose_start,
     find_checkpoint,
-    launchers,
     list_steps,
     load_checkpoint,
-    model_dir,
     read_meta,
-    wrote,
 )
-from nanochat.training.records import describe_checkpoint, unfinished
+from nanochat.training.records import describe_checkpoint, origin_of, unfinished
 from nanochat.training.resharding import load_training_state, stored_weights
-
-# Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing. Not
-# measured with large models.
-FEW = 3_000       # rows
-FEW_RATE = 0.3
-MOST_EPOCHS = 20
-# nanochat's rate, for 23,000 conversations.
-LEAST_RATE = 0.02
 
 
 class Start(NamedTuple):
-    """Where a run of a training stage begins."""
+    """Where a run begins."""
 
     checkpoints: Path       # the folder of its checkpoints
-    begin: Path             # the checkpoint to load: of the previous stage, or of an interrupted run to resume
-    origin: str             # the previous stage's checkpoint that the run began with, and the sum of its weights
-    meta: dict              # of `begin`
+    weights: Path | None    # the checkpoint to load: of another model, or of an interrupted run; None: they are drawn
+    origin: str             # the other model's checkpoint that the run began with, and the sum of its weights
+    meta: dict              # of `weights`
     resumed: dict | None    # the same, if an interrupted run is resumed
 
 
-def find_source(folder: Path, step: int | None) -> Path:
+def find_start(checkpoints: Path, source: Path | None, settings: dict) -> Start:
     """
-    The verified checkpoint whose weights a run begins with. UserError if the source model's own run has not reached its
-    end, unless a step is given. COLLECTIVE.
+    Where a run with a script's settings begins. checkpoints: the folder for its own. source: the folder of the model
+    whose weights a new run begins with; None: they are drawn. UserError if that model's run has not reached its end
+    (unless source_step names a step), and if an interrupted run began with other weights. COLLECTIVE.
     """
-    begin = find_checkpoint(folder, step, training=False)
-    if step is None and (place := unfinished(begin)):
-        raise UserError(f"{begin} is {place}: its run was stopped, or is still going on; finish it with "
-                        f"--resume=auto, or start from this step with --source_step={read_meta(begin)['step']}")
-    print0(f"starting from {begin}")
-    return begin
+    if source == checkpoints:
+        raise UserError(f"begin_from={checkpoints.name} needs another --model_tag=…: the name of the new model")
+    step = settings["source_step"]
+    interrupted = choose_start(checkpoints, settings["resume"], settings["overwrite"],
+                               settings.get("resume_from_step", -1))
+    origin = ""
+    # An interrupted run goes on even if the model that it began with is gone.
+    if source and not (interrupted and not from_rank0(list_steps, source)):
+        weights = find_checkpoint(source, step, training=False)
+        origin = from_rank0(describe_checkpoint, weights)
+    if interrupted:
+        meta = read_meta(interrupted)
+        began_with = origin_of(meta)
+        if origin and origin != began_with:
+            raise UserError(f"the run in {checkpoints} began with {began_with or 'no other model'}, and would begin "
+                            f"with {origin} now; choose with --source_step, or start over with --overwrite")
+        return Start(checkpoints, interrupted, began_with, meta, meta)
+    if settings["resume"] == "auto":
+        print0(f"nothing to resume in {checkpoints}: starting from step 0")
+    if not source:
+        return Start(checkpoints, None, "", {}, None)
+    if step is None and (place := unfinished(weights)):
+        raise UserError(f"{weights} is {place}: its run was stopped, or is still going on; finish it with "
+                        f"--resume=auto, or start from this step with --source_step={read_meta(weights)['step']}")
+    print0(f"starting from {weights}")
+    return Start(checkpoints, weights, origin, read_meta(weights), None)
 
 
-def find_start(stage: str, source: str, settings: dict) -> Start:
+# ---- Pretraining
+
+
+def continued_model(start: Start, settings: dict) -> tuple[GPTConfig, Tokenizer]:
     """
-    Where a run of a training stage ("mid", "sft", "rl") begins, by its script's settings; source: the previous stage.
-    UserError as for `find_source`. COLLECTIVE.
+    The architecture and tokenizer of a base model that is trained further: the checkpoint's, except for max_seq_len and
+    changes in arch that keep the weights' shapes. UserError for settings that would make another model.
     """
-    source_dir, source_step = model_dir(source, settings["model_tag"]), settings["source_step"]
-    checkpoints = checkpoint_dir(stage, source_dir.name)
-    interrupted = choose_start(checkpoints, settings["resume"], settings["overwrite"])
-    if interrupted is None:
-        begin = find_source(source_dir, source_step)
-        return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), None)
-    # `require_same_data` compares the origin: the checkpoint that the run would begin with now. If that is gone, or
-    # torchrun restarted the run (which need not stop if the source was trained further), the old origin is kept.
-    meta = read_meta(interrupted)
-    if wrote(launchers(), meta) or not from_rank0(list_steps, source_dir):
-        origin = meta["data_state"]["origin"]
-    else:
-        origin = from_rank0(describe_checkpoint, find_checkpoint(source_dir, source_step, training=False))
-    return Start(checkpoints, interrupted, origin, meta, meta)
+    config, arch = GPTConfig(**start.meta["model_config"]), settings["arch"]
+    if settings["depth"] not in (-1, config.n_layer):
+        raise UserError(f"depth={settings['depth']}, but {start.weights} has {config.n_layer} layers: leave it out")
+    name, changes = parse_architecture(arch)
+    if settings["max_seq_len"] != -1:
+        changes["sequence_len"] = settings["max_seq_len"]
+
+    def shapes(config: GPTConfig) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in model_without_memory(config).named_parameters()}
+
+    # head_dim is no field of GPTConfig.
+    if name or "head_dim" in changes or shapes(replace(config, **changes)) != shapes(config):
+        raise UserError(f"arch={arch!r} does not fit the weights of {start.weights}: expected only changes that keep "
+                        "their shapes, such as --arch=rope_theta=500000")
+    return replace(config, **changes), Tokenizer.load(start.weights)
+
+
+# ---- The stages after it
 
 
 def load_training(
@@ -91,17 +109,17 @@ def load_training(
     otherwise the optimizers start from zero. settings: of the script; those that a resumed run has changed are printed.
     COLLECTIVE.
     """
-    model, tokenizer, _ = load_checkpoint(start.begin, torch.device("meta"))
+    model, tokenizer, _ = load_checkpoint(start.weights, torch.device("meta"))
     # The weights come unit by unit, in the dtype they were saved in: no rank holds more than one whole unit beside its
     # shards.
     sharding = shard_model(model, model.units(), device, dtype, settings["zero_stage"],
-                           weights=stored_weights(start.begin))
+                           weights=stored_weights(start.weights))
     model.activation_checkpointing = settings["activation_checkpointing"]
     optimizers = setup_optimizers(model, sharding, settings["unembedding_lr"], settings["embedding_lr"],
                                   settings["matrix_lr"], lr_scale=settings["init_lr_frac"])
     if start.resumed:
-        load_training_state(start.begin, sharding, optimizers)
-        print0(f"resuming from {start.begin}{changed_settings(start.meta, settings)}")
+        load_training_state(start.weights, sharding, optimizers)
+        print0(f"resuming from {start.weights}{changed_settings(start.meta, settings)}")
     return model, tokenizer, sharding, optimizers
 
 
@@ -116,6 +134,15 @@ def require_same_data(start: Start, data_state: dict) -> None:
         if before != value:
             raise UserError(f"cannot continue exactly: {key} was {before} when the checkpoint was saved "
                             f"and is {value} now; --overwrite starts over")
+
+
+# Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing. Not
+# measured with large models.
+FEW = 3_000       # rows
+FEW_RATE = 0.3
+MOST_EPOCHS = 20
+# nanochat's rate, for 23,000 conversations.
+LEAST_RATE = 0.02
 
 
 def choose_epochs_and_rate(conversations: int, num_epochs: int, init_lr_frac: float) -> tuple[int, float]:
