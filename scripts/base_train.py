@@ -94,9 +94,7 @@ from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import peak_flops
-from nanochat.training.checkpoint import changed_settings, checkpoint_dir, meta_of_same_model, model_dir
-from nanochat.training.records import duration
+from nanochat.training.checkpoint import changed_settings, meta_of_same_model
 from nanochat.training.resharding import load_training_state, stored_weights
 from nanochat.training.session import Session
 from nanochat.training.starting import continued_model, find_start
@@ -121,8 +119,7 @@ if eval_tokens == -1:
     eval_tokens = 10_485_760 if large else 65_536
 
 # ---- Where to start: the folder of checkpoints; the checkpoint to resume, or to read weights from, if there is one
-source = model_dir("base", begin_from) if begin_from else None
-start = find_start(checkpoint_dir("base", model_tag or f"d{depth}"), source, config)
+start = find_start("base", "base", config, default_tag=f"d{depth}")
 
 # ---- Model: first its shapes, without memory, so that wrong settings fail at once
 if start.origin:
@@ -143,8 +140,8 @@ print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head
 # ---- Horizon, batch, recipe. A resumed run keeps its batch, recipe and rate factors; the horizon is this call's
 # A chosen batch is a multiple of these rows. 1, 2, 4, 8 and 16 ranks share one default: they get the same loss curve.
 rows_at_once = math.lcm(16, world_size) if device_batch_size == -1 else device_batch_size * world_size
-chosen = choose(config, model, rows_at_once * max_seq_len, meta)
-total_batch_size, num_iterations, recipe = chosen.total_batch_size, chosen.num_iterations, chosen.recipe
+total_batch_size, num_iterations, recipe, rate_factor, decay_factor = choose(
+    config, model, rows_at_once * max_seq_len, meta)
 
 # ---- Micro-steps. In a pipeline a micro-step has several micro-batches in flight; otherwise it has one
 pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
@@ -160,10 +157,7 @@ print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_se
 if filled < 1:
     print0(f"{pipeline.dp_ranks} rank(s) do not divide the batch: {1 - filled:.0%} of their micro-steps are empty")
 total_tokens = num_iterations * total_batch_size
-peak = peak_flops(device, model_dtype)
-least = duration(total_tokens * flops_per_token / (peak * world_size))
-print0(f"run: {num_iterations:,} steps, {total_tokens:,} tokens, at least {least} at the peak of "
-       f"{peak / 1e9:,.2f} GFLOP/s per rank")
+print0(f"run: {num_iterations:,} steps, {total_tokens:,} tokens, {total_tokens * flops_per_token:.2e} FLOPs")
 
 # ---- Weights: drawn in float32, or read from a checkpoint; the same on every rank. One unit (embedding, block, head)
 # at a time is drawn, and each rank keeps its part, as zero_stage says. The model is never drawn as a whole
@@ -171,13 +165,13 @@ if fp8 == "auto":
     fp8 = compile and fp8_pays(device, model_config.n_embd, device_batch_size * max_seq_len)
 if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
-    print0("fp8: products in 8 bits, evaluations in " + str(model_dtype).removeprefix("torch."))
+    print0("fp8: products in 8 bits, but not in evaluations")
 model.activation_checkpointing = activation_checkpointing
 weights = stored_weights(start.weights) if start.weights else partial(model.draw, seed=seed)
 sharding = shard_model(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
 del weights  # closes the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
-                              recipe.weight_decay * chosen.decay_factor, chosen.rate_factor, recipe.ema_nesterov)
+                              recipe.weight_decay * decay_factor, rate_factor, recipe.ema_nesterov)
 
 # ---- Exact resume: masters and moments here; the place in the data and (in Session) the smoothed loss below
 config |= recipe._asdict()  # checkpoints and the report show what was chosen
@@ -195,7 +189,7 @@ floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy
 inputs, targets, documents, data_state = next(train_loader)  # data_state: where their step begins in the data
 
 session = Session(start.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
-                  rate_scales=(chosen.rate_factor, chosen.decay_factor), data=data, origin=start.origin)
+                  rate_scales=(rate_factor, decay_factor), data=data, origin=start.origin)
 metrics = session.metrics
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
 while True:
@@ -217,7 +211,10 @@ while True:
             if validate:
                 for name in data_sets:
                     bpb = evaluate_split(evaluated, name, "val", tokenizer, eval_tokens, device_batch_size, max_seq_len)
-                    metrics.log_validation(step, bpb, floor, of="" if name == data_sets[0] else name)
+                    if name == data_sets[0]:
+                        metrics.log_validation(step, bpb, floor)
+                    else:
+                        metrics.log(step, {f"val/bpb of {name}": bpb}, f"validation of {name} {bpb:.4f} bits per byte")
             if measure_core:
                 core = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
                                      device_batch_size * max_seq_len)

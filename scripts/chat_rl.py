@@ -56,6 +56,7 @@ held_out = make_task(without_parts(task), "test")
 if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
+import itertools
 import math
 
 import torch
@@ -69,8 +70,8 @@ from nanochat.optim.schedule import is_due, lr_multiplier, muon_momentum, set_ra
 from nanochat.runtime.collectives import all_reduce_sum, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
-from nanochat.training.checkpoint import checkpoint_dir, model_dir
-from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
+from nanochat.training.records import read_metrics
+from nanochat.training.rollouts import rollout_stats, sample_rollouts
 from nanochat.training.session import Session
 from nanochat.training.starting import find_start, load_training, require_same_data
 
@@ -78,8 +79,7 @@ SAMPLES_AT_ONCE = 64  # that a rank generates
 
 # ---- Setup: the model of the previous stage, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-previous = model_dir(source, model_tag)
-start = find_start(checkpoint_dir("rl", previous.name), previous, config)
+start = find_start("rl", source, config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
 # ---- Problems: which ones each step takes
@@ -95,15 +95,6 @@ shape = BatchShape(device_batch_size, model.config.sequence_len, rank, world_siz
 # At temperature 1, from all tokens: samples of any other policy would need importance weights
 sampling = SamplingParams(max_new_tokens, temperature=1.0, top_k=0, seed=seed)
 
-
-def rollouts_of(step: int) -> list[Rollout]:
-    """This rank's answers to its problems of a step."""
-    whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
-    return sample_rollouts(problems, steps[step][rank::world_size], whole_model, tokenizer, num_samples,
-                           seed_with(sampling, step), SAMPLES_AT_ONCE)
-
-
-right_before = start.meta.get("before") if start.resumed else None  # held-out samples that were right at the start
 session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
                   data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
@@ -112,7 +103,7 @@ while True:
     step = session.step
 
     # --- checkpoint of the parameters before this step; first, because an evaluation may fail
-    session.save_if_due(before=right_before)
+    session.save_if_due()
     if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
@@ -124,8 +115,6 @@ while True:
                                   eval_samples).correct
             samples = sample_answers(held_out, whole_model, tokenizer)
             del whole_model
-            if step == 0:
-                right_before = right
             passed = {f"pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
             metrics.log(step, {f"eval/{name}": value for name, value in passed.items()} | {"sample": samples},
                         f"held-out {held_out.name}: "
@@ -138,9 +127,11 @@ while True:
     # --- samples: each rank answers its problems of this step, then gets all ranks' answers. If all answers to a
     # problem get the same reward, their advantages and gradients are zero, so they are not trained on
     with metrics.stoppable():
-        rollouts = []
-        for rank_rollouts in gather_objects(rollouts_of(step)):
-            rollouts += rank_rollouts
+        whole_model = sharding.gather_model()
+        answers = sample_rollouts(problems, steps[step][rank::world_size], whole_model, tokenizer, num_samples,
+                                  seed_with(sampling, step), SAMPLES_AT_ONCE)
+        del whole_model
+        rollouts = list(itertools.chain.from_iterable(gather_objects(answers)))
     if metrics.stop_requested:
         continue
     trained_on = [rollout for rollout in rollouts if rollout.advantage != 0]
@@ -193,10 +184,8 @@ while True:
 # ---- End
 session.end()
 results = metrics.results()
-note = ""
-if eval_every > 0 and right_before:
-    note = f"Held-out {held_out.name}: {describe_change(right_before, right)}.\n\n"
-    print0(note.strip())
-    results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
-    results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right, 1):.1%}"
-session.report("Reinforcement learning", results, note)
+evaluated = [record["eval/pass@1"] for record in read_metrics(metrics.path) if "eval/pass@1" in record]
+if evaluated:  # of the whole run, also of processes before this one
+    results[f"pass@1 of {held_out.name}, before"] = f"{evaluated[0]:.1%}"
+    results[f"pass@1 of {held_out.name}, after"] = f"{evaluated[-1]:.1%}"
+session.report("Reinforcement learning", results)

@@ -52,9 +52,11 @@ from nanochat.tasks import describe_validation, make_mixture, task_names, withou
 train_mixture = make_mixture(tasks, "train", seed)
 val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 
+import math
+
 import torch
 
-from nanochat.data.batch_shape import chunks
+from nanochat.data.batch_shape import BatchShape, chunks
 from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, shuffled
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import evaluate_bpb
@@ -66,23 +68,15 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import Mixture
-from nanochat.training.checkpoint import checkpoint_dir, model_dir, tasks_of
+from nanochat.training.checkpoint import tasks_of
 from nanochat.training.session import Session
-from nanochat.training.starting import (
-    batch_shape,
-    choose_epochs_and_rate,
-    find_start,
-    load_training,
-    plan_steps,
-    row_length,
-)
+from nanochat.training.starting import choose_epochs_and_rate, find_start, load_training, plan_steps, row_length
 
 EVAL_STEPS = 100  # steps' worth of conversations in a validation
 
 # ---- Setup: the model of the previous stage, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-previous = model_dir(source, model_tag)
-start = find_start(checkpoint_dir("sft", previous.name), previous, config)
+start = find_start("sft", source, config)
 tokenizer = Tokenizer.load(start.weights)
 max_seq_len = row_length(max_seq_len, start.meta)
 
@@ -94,7 +88,7 @@ print0(f"each {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning 
        "(--num_epochs and --init_lr_frac, if not set, are chosen from the number of conversations and their parts)")
 
 # ---- Earlier tasks: repeat some, or they are forgotten
-earlier = from_rank0(tasks_of, source, previous.name)
+earlier = from_rank0(tasks_of, source, start.checkpoints.name)
 if replay:
     if not earlier:
         raise UserError(f"replay={replay}: the tasks that {start.origin} was trained on are not known; "
@@ -112,15 +106,15 @@ model, tokenizer, sharding, optimizers = load_training(start, config, device, mo
 # ---- Data: a row is one padded conversation, or several if the model keeps documents apart. Only what the assistant
 # writes is learned. Every rank knows all rows, so every rank knows where the run ends
 numbers = [number for epoch in range(num_epochs) for number in shuffled(len(conversations), seed, epoch)]
-shape = batch_shape(target_examples_per_step, device_batch_size, max_seq_len, device)
+rows_at_once = min(device_batch_size, math.ceil(target_examples_per_step / world_size))
+shape = BatchShape(rows_at_once, max_seq_len, rank, world_size, device)
 steps = []  # the rows of each step
 for examples in chunks(numbers, target_examples_per_step):
     if model.config.document_token >= 0:
         steps.append(balance(conversations.lengths, examples, shape.rows_per_micro_step, max_seq_len + 1))
     else:
         steps.append([[number] for number in examples])
-num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, shape,
-                                        "conversations")
+num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, max_seq_len)
 held_out = RenderedConversations(val_mixture, tokenizer, max_seq_len + 1, describe_validation(val_mixture))
 held_out_numbers = shuffled(len(held_out), seed=0, epoch=0)[: EVAL_STEPS * target_examples_per_step]
 held_out_steps = shape.micro_steps([[number] for number in held_out_numbers])

@@ -1,19 +1,8 @@
 """
-Serve chat models: a page to talk with them, and an interface that OpenAI's clients understand.
+Serve chat models: a page to talk with them, and an interface that OpenAI's clients understand (docs/server.md).
 
-    python -m scripts.chat_web                                  # http://127.0.0.1:8000
-    python -m scripts.chat_web --source="sft, rl" --port=80 --host=0.0.0.0
-    python -m scripts.chat_web --allowed_hosts=chat.example.org     # behind a proxy of that name
+    python -m scripts.chat_web --source="sft, rl" --port=80 --host=0.0.0.0    # default: http://127.0.0.1:8000
     python -m scripts.chat_web --watch                              # training runs, live; chats once a model can
-
-    from openai import OpenAI
-    OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
-        model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
-
-nanochat/serve/openai_requests.py lists extensions and differences. NANOCHAT_API_KEY=... demands a key. The server uses
-one GPU, or the CPU: with several GPUs start one on each port, and a proxy in front, which also keeps floods away.
-SIGTERM ends the server when all accepted requests are answered, after a few seconds at the latest; Ctrl-C ends it at
-once. When a model's engine fails, the server ends with exit code 1, so that a supervisor can start it again.
 """
 from typing import Literal
 
@@ -39,6 +28,10 @@ library: str | None = None  # name or file of a library to look things up in; No
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
+# NANOCHAT_API_KEY=... demands a key. The server uses one GPU, or the CPU: with several GPUs start one on each port, and
+# a proxy in front (--allowed_hosts=chat.example.org), which also keeps floods away. SIGTERM ends the server when all
+# accepted requests are answered, after a few seconds at the latest; Ctrl-C ends it at once. If an engine fails, the
+# server ends with exit code 1, so that a supervisor can start it again.
 import os
 import re
 import socket

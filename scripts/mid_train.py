@@ -49,24 +49,22 @@ from nanochat.tasks import describe_validation, make_mixture, without_parts
 train_mixture = make_mixture(tasks, "train", seed)
 val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 
+import math
+
 import torch
 
-from nanochat.data.batch_shape import chunks
+from nanochat.data.batch_shape import BatchShape, chunks
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, pack, shuffled
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import sample_answers
 from nanochat.optim.schedule import is_due, lr_multiplier, muon_momentum, set_rates
-from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
-from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import checkpoint_dir, model_dir
 from nanochat.training.session import Session
-from nanochat.training.starting import batch_shape, find_start, load_training, plan_steps, row_length
+from nanochat.training.starting import find_start, load_training, plan_steps, row_length
 
 # ---- Setup: the base model, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-base = model_dir("base", model_tag)
-start = find_start(checkpoint_dir("mid", base.name), base, config)
+start = find_start("mid", "base", config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 max_seq_len = row_length(max_seq_len, start.meta)
 warmup_steps = 40 if model.config.stream_scales else 0  # AdamW restarts: its first step would move a scale by 0.4
@@ -75,17 +73,14 @@ warmup_steps = 40 if model.config.stream_scales else 0  # AdamW restarts: its fi
 # Every rank packs all rows, so every rank knows where the run ends
 if total_batch_size == -1:
     total_batch_size = min(start.meta.get("total_batch_size", 2**19), 2**19)
-    config["total_batch_size"] = total_batch_size
-rows_per_step, rest = divmod(total_batch_size, max_seq_len)
-if rest or not rows_per_step:
-    raise UserError(f"total_batch_size={total_batch_size} must be a multiple of max_seq_len={max_seq_len}: "
-                    "a step takes whole rows")
-shape = batch_shape(rows_per_step, device_batch_size, max_seq_len, device)
+rows_per_step = max(total_batch_size // max_seq_len, 1)  # a step takes whole rows
+total_batch_size = config["total_batch_size"] = rows_per_step * max_seq_len
+rows_at_once = min(device_batch_size, math.ceil(rows_per_step / world_size))
+shape = BatchShape(rows_at_once, max_seq_len, rank, world_size, device)
 conversations = RenderedConversations(train_mixture, tokenizer, max_seq_len + 1)
 rows = pack(conversations.lengths.tolist(), shuffled(len(conversations), seed, epoch=0), max_seq_len + 1)
-print0(f"{len(rows):,} rows, {len(conversations.ids) / (len(rows) * (max_seq_len + 1)):.1%} filled")
 steps = chunks(rows, rows_per_step)
-num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, shape)
+num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, max_seq_len)
 # A conversation has more than seven tokens, so these hold eval_tokens; the rest need not be rendered.
 val_conversations = val_mixture[: max(eval_tokens // 7, 1)]
 held_out = RenderedConversations(val_conversations, tokenizer, max_seq_len + 1, describe_validation(val_mixture))

@@ -99,7 +99,6 @@ def test_an_empty_base_folder_is_enough(base_folder):
     assert "untrained" in first and "noise" in first and "noise" not in last, "what a beginner sees first looks broken"
     assert "of measured" not in result.stderr
     assert "rates:" not in result.stdout, "a batch that is given leaves the rates as they are"
-    assert re.search(r"at the peak of (0\.)?[1-9]\S* [GT]FLOP/s per", result.stdout), "MFU says what it is a share of"
     folder = base_folder / "base_checkpoints" / "d2"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "train/loss" in record]
@@ -518,7 +517,7 @@ def test_bad_input_is_one_clear_line(base):
         (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
         (["--model_tag=there", "--arch=modern,key_offset=False", "--resume=auto"], "model has {'key_offset': True}"),
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
-        (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
+        (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the horizon is less than one step"),
         (["--num_iterations=-1", "--target_flops=1e3"], "the horizon is less than one step"),
         (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
         (["--model_tag=a/../../b"], "model_tag=a/../../b cannot name a folder"),

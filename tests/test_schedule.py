@@ -8,7 +8,6 @@ from nanochat.optim.recipe import (
     Recipe,
     accumulation_steps,
     choose_batch_size,
-    choose_num_iterations,
     choose_recipe,
     decay_scale,
     rate_scale,
@@ -17,7 +16,6 @@ from nanochat.optim.recipe import (
 from nanochat.optim.schedule import (
     ahead_multiplier,
     decay_multiplier,
-    is_due,
     lr_multiplier,
     muon_momentum,
     set_rates,
@@ -84,11 +82,6 @@ def test_rates_follow_the_batch_and_decay_keeps_what_it_leaves_of_early_weights(
     assert decay_scale(1 / 2, 8 * reference) == pytest.approx(1 / 4), "rate times decay times steps stay"
 
 
-def test_is_due():
-    assert [step for step in range(8) if is_due(step, 7, 3)] == [0, 3, 6, 7]
-    assert not any(is_due(step, 7, -1) for step in range(8))
-
-
 def test_accumulation_steps():
     assert [accumulation_steps(524288, 16, 2048, ranks) for ranks in (1, 3, 4, 24)] == [16, 6, 4, 1]
     with pytest.raises(UserError, match="=5000 is not a multiple of 2048.* try total_batch_size=4096 "):
@@ -100,12 +93,9 @@ def test_rows_at_a_time():
     assert [rows_at_a_time(rows, 2, 8) for rows in (2, 6, 40)] == [1, 3, 5]
 
 
-def test_batch_and_steps_from_the_horizon():
+def test_batch_from_the_horizon():
     assert choose_batch_size(-1, 1.2e9, 2048) == 2**19
     beyond = [choose_batch_size(-1, 1.2e9 * 2 ** (n / 0.383), unit) for n, unit in ((1, 64), (2, 64), (2, 2**21))]
     assert beyond == [2**20, 2**20, 2**21], "at most 2^20, unless every rank has a micro-batch already"
     assert choose_batch_size(-1, 1e3, 4096 * 3) == 4096 * 3
     assert choose_batch_size(round(1.2e9 / 2**19), -5.0, 2048) == 2**19, "the same point reached by steps"
-    assert choose_num_iterations(7, 1e6, 10) == 7 and choose_num_iterations(-1, 1_000_400, 1000) == 1000
-    with pytest.raises(UserError):
-        choose_num_iterations(-1, 1.0, 1000)

@@ -71,19 +71,13 @@ def choose_recipe(settings: dict, depth: int, num_iterations: int, before: dict 
     return recipe._replace(**given)
 
 
-class Chosen(NamedTuple):
-    """The decisions of a run."""
-
-    total_batch_size: int   # tokens of an optimizer step, over all ranks
-    num_iterations: int     # optimizer steps
-    recipe: Recipe
-    rate_factor: float      # multiplies all learning rates
-    decay_factor: float     # multiplies Muon's weight decay
-
-
-def choose(settings: dict, model: GPT, tokens_at_once: int, meta: dict | None) -> Chosen:
+def choose(
+    settings: dict, model: GPT, tokens_at_once: int, meta: dict | None
+) -> tuple[int, int, Recipe, float, float]:
     """
-    Decide for a run with these settings of scripts/base_train.py, and print what the settings leave open.
+    Decide for a run with these settings of scripts/base_train.py, and print what the settings leave open. Returns
+    tokens of an optimizer step over all ranks, optimizer steps, recipe, the factor of all learning rates, the factor of
+    Muon's weight decay.
 
     tokens_at_once: tokens of a micro-step over all ranks; a chosen batch is a multiple of it.
     meta: of the checkpoint to resume from. Its decisions stay, unless a setting says otherwise.
@@ -95,18 +89,21 @@ def choose(settings: dict, model: GPT, tokens_at_once: int, meta: dict | None) -
     if settings["target_flops"] > 0:
         horizon = settings["target_flops"] / model.estimate_flops()
     num_iterations = settings["num_iterations"]
-    if num_iterations < 1 and horizon <= 0:
-        raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
 
     # 2. Batch: by the rule above, unless it is given.
-    by_rule = choose_batch_size(num_iterations, horizon, tokens_at_once)
-    is_chosen = settings["total_batch_size"] == -1
     total_batch_size = settings["total_batch_size"]
+    is_chosen = total_batch_size == -1
     if is_chosen:
-        total_batch_size = meta["total_batch_size"] if meta else by_rule
+        total_batch_size = choose_batch_size(num_iterations, horizon, tokens_at_once)
+        if meta:
+            total_batch_size = meta["total_batch_size"]
 
     # 3. Steps: horizon and batch give their number, which gives the recipe.
-    num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
+    if num_iterations == -1:
+        num_iterations = round(horizon / total_batch_size)
+    if num_iterations < 1:
+        raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; lower that, "
+                        "or set num_iterations, target_flops or target_param_data_ratio")
     recipe = choose_recipe(settings, model.config.n_layer, num_iterations, meta and meta["config"])
     print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asdict().items()))
 
@@ -123,7 +120,7 @@ def choose(settings: dict, model: GPT, tokens_at_once: int, meta: dict | None) -
     if rate_factor != 1 or decay_factor != 1:
         print0(f"rates: all x {rate_factor:.4g} for this batch; "
                f"weight decay x {decay_factor:.4g} for batch and horizon")
-    return Chosen(total_batch_size, num_iterations, recipe, rate_factor, decay_factor)
+    return total_batch_size, num_iterations, recipe, rate_factor, decay_factor
 
 
 def rate_scale(batch: int) -> float:
@@ -152,18 +149,9 @@ def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> in
     if num_iterations > 0:
         batch = (REFERENCE_BATCH * (num_iterations / REFERENCE_TOKENS) ** BATCH_EXPONENT) ** (1 / (1 - BATCH_EXPONENT))
     else:
-        batch = REFERENCE_BATCH * (horizon / REFERENCE_TOKENS) ** BATCH_EXPONENT
+        batch = REFERENCE_BATCH * (max(horizon, 1) / REFERENCE_TOKENS) ** BATCH_EXPONENT
     batch = min(2 ** round(math.log2(batch)), LARGEST_BATCH)
     return max(round(batch / rows_unit), 1) * rows_unit
-
-
-def choose_num_iterations(num_iterations: int, horizon: float, total_batch_size: int) -> int:
-    """Optimizer steps of the run: num_iterations if positive, else from a horizon in tokens."""
-    steps = num_iterations if num_iterations > 0 else round(horizon / total_batch_size)
-    if steps < 1:
-        raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; "
-                        "lower that or set num_iterations")
-    return steps
 
 
 # ---- Micro-steps
@@ -171,17 +159,17 @@ def choose_num_iterations(num_iterations: int, horizon: float, total_batch_size:
 
 def rows_at_a_time(rows: int, ranks: int, most: int, pipeline_stages: int = 1) -> int:
     """
-    Rows per rank and micro-step, at most `most`, for steps of `rows`: a divisor of each rank's share. If the ranks do
-    not divide a step, up to a tenth of its places, in its last micro-step, stay empty to keep micro-steps large. A
-    pipeline has no empty places, and at least as many micro-batches as stages. ranks: pipelines, if there are several
-    stages.
+    Rows per rank and micro-step, at most `most`, for steps of `rows`. To keep micro-steps large, up to a tenth of a
+    step's places may stay empty if the ranks do not divide it. A pipeline has no empty places, and at least as many
+    micro-batches as stages. ranks: pipelines, if there are several stages.
     """
-    share, rest = divmod(rows, ranks)
     for size in range(most, 1, -1):
-        if not rest or pipeline_stages > 1:
-            if share % size == 0 and share // size >= pipeline_stages:
+        micro_steps = math.ceil(rows / (ranks * size))
+        places = ranks * size * micro_steps
+        if pipeline_stages > 1:
+            if rows == places and micro_steps >= pipeline_stages:
                 return size
-        elif rows % size == 0 and rows >= 0.9 * ranks * size * math.ceil(rows / (ranks * size)):
+        elif rows % size == 0 and rows >= 0.9 * places:
             return size
     return 1
 
@@ -199,7 +187,6 @@ def accumulation_steps(
     if total_batch_size > 0 and total_batch_size % unit == 0:
         return math.ceil(total_batch_size / (tokens * ranks))
     nearest = max(total_batch_size // unit, pipeline_stages) * unit
-    raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {unit}: device_batch_size="
-                    f"{device_batch_size} rows of max_seq_len={max_seq_len} tokens"
-                    + (f" in each of {ranks} pipelines" if unit > tokens else "")
-                    + f"; try total_batch_size={nearest} or a smaller device_batch_size")
+    raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {unit} tokens (device_batch_size="
+                    f"{device_batch_size}, max_seq_len={max_seq_len}; a pipeline's batch, of all pipelines); try "
+                    f"total_batch_size={nearest} or a smaller device_batch_size")

@@ -169,21 +169,13 @@ class Metrics:
             f"{duration(state['elapsed'])} done, {duration(left)} left"
         )
 
-    def log_validation(self, step: int, bpb: float, floor: float | None = None, of: str = "") -> None:
-        """
-        floor: entropy of the corpus in bits per byte, if known. of: one of the run's further data sets, whose
-        validation does not count as the run's.
-        """
+    def log_validation(self, step: int, bpb: float, floor: float | None = None) -> None:
+        """floor: entropy of the corpus in bits per byte, if known."""
+        self.state["min_val_bpb"] = min(bpb, self.state["min_val_bpb"] or math.inf)
         values = {"val/bpb": bpb}
-        name = ""
-        if of:
-            name = f" of {of}"
-            values = {f"val/bpb{name}": bpb}
-        else:
-            self.state["min_val_bpb"] = min(bpb, self.state["min_val_bpb"] or math.inf)
-            if floor:
-                values["val/floor"] = floor
-        self.log(step, values, f"validation{name} {bpb:.4f} bits per byte")
+        if floor:
+            values["val/floor"] = floor
+        self.log(step, values, f"validation {bpb:.4f} bits per byte")
 
     def log(self, step: int, values: dict[str, Any], line: str = "") -> None:
         """Log measurements; names are <kind>/<what>, and a step has one record per kind. line: printed after them."""

@@ -1,12 +1,10 @@
 """How training begins: from nothing, from the weights of another model, or where an earlier run was interrupted."""
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from nanochat.data.batch_shape import BatchShape
 from nanochat.data.conversation_loader import RenderedConversations, Rows
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT, model_without_memory
@@ -14,15 +12,17 @@ from nanochat.model.gpt_config import GPTConfig, parse_architecture
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.sharding import Sharding
 from nanochat.optim.zero import shard_model
-from nanochat.runtime.collectives import from_rank0, rank_and_size
+from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import (
     changed_settings,
+    checkpoint_dir,
     choose_start,
     find_checkpoint,
     list_steps,
     load_checkpoint,
+    model_dir,
     read_meta,
 )
 from nanochat.training.records import describe_checkpoint, origin_of, unfinished
@@ -39,21 +39,28 @@ class Start(NamedTuple):
     resumed: dict | None    # the same, if an interrupted run is resumed
 
 
-def find_start(checkpoints: Path, source: Path | None, settings: dict) -> Start:
+def find_start(stage: str, source: str, settings: dict, default_tag: str = "") -> Start:
     """
-    Where a run with a script's settings begins. checkpoints: the folder for its own. source: the folder of the model
-    whose weights a new run begins with; None: they are drawn. UserError if that model's run has not reached its end
-    (unless source_step names a step), and if an interrupted run began with other weights. COLLECTIVE.
+    Where a run of a training stage ("base", "mid", "sft", "rl") begins, by its script's settings. source: the stage of
+    the model whose weights a new run begins with; for "base" only if begin_from names a model. UserError if that
+    model's run has not reached its end (unless source_step names a step), and if an interrupted run began with other
+    weights. COLLECTIVE.
     """
-    if source == checkpoints:
-        raise UserError(f"begin_from={checkpoints.name} needs another --model_tag=…: the name of the new model")
+    if stage == "base":
+        source_dir = model_dir(source, settings["begin_from"]) if settings["begin_from"] else None
+        checkpoints = checkpoint_dir(stage, settings["model_tag"] or default_tag)
+        if source_dir == checkpoints:
+            raise UserError(f"begin_from={checkpoints.name} needs another --model_tag=…: the name of the new model")
+    else:
+        source_dir = model_dir(source, settings["model_tag"])
+        checkpoints = checkpoint_dir(stage, source_dir.name)
     step = settings["source_step"]
     interrupted = choose_start(checkpoints, settings["resume"], settings["overwrite"],
                                settings.get("resume_from_step", -1))
     origin = ""
     # An interrupted run goes on even if the model that it began with is gone.
-    if source and not (interrupted and not from_rank0(list_steps, source)):
-        weights = find_checkpoint(source, step, training=False)
+    if source_dir and not (interrupted and not from_rank0(list_steps, source_dir)):
+        weights = find_checkpoint(source_dir, step, training=False)
         origin = from_rank0(describe_checkpoint, weights)
     if interrupted:
         meta = read_meta(interrupted)
@@ -64,7 +71,7 @@ def find_start(checkpoints: Path, source: Path | None, settings: dict) -> Start:
         return Start(checkpoints, interrupted, began_with, meta, meta)
     if settings["resume"] == "auto":
         print0(f"nothing to resume in {checkpoints}: starting from step 0")
-    if not source:
+    if not source_dir:
         return Start(checkpoints, None, "", {}, None)
     if step is None and (place := unfinished(weights)):
         raise UserError(f"{weights} is {place}: its run was stopped, or is still going on; finish it with "
@@ -124,15 +131,11 @@ def load_training(
 
 
 def require_same_data(start: Start, data_state: dict) -> None:
-    """
-    UserError if an interrupted run would go on from another model, or with other rows, than it began with.
-    """
-    if not start.resumed:
-        return
+    """UserError if an interrupted run would go on with other rows than it began with."""
+    before = start.resumed["data_state"] if start.resumed else data_state
     for key, value in data_state.items():
-        before = start.meta["data_state"].get(key)
-        if before != value:
-            raise UserError(f"cannot continue exactly: {key} was {before} when the checkpoint was saved "
+        if before.get(key) != value:
+            raise UserError(f"cannot continue exactly: {key} was {before.get(key)} when the checkpoint was saved "
                             f"and is {value} now; --overwrite starts over")
 
 
@@ -166,28 +169,19 @@ def row_length(max_seq_len: int, meta: dict) -> int:
     return longest if max_seq_len == -1 else max_seq_len
 
 
-def batch_shape(rows_per_step: int, device_batch_size: int, max_seq_len: int, device: torch.device) -> BatchShape:
-    """The batches of optimizer steps of this many rows over all ranks: at most device_batch_size rows on each rank."""
-    rank, world_size = rank_and_size()
-    rows = min(device_batch_size, math.ceil(rows_per_step / world_size))
-    return BatchShape(rows, max_seq_len, rank, world_size, device)
-
-
 def plan_steps(
     start: Start, settings: dict, conversations: RenderedConversations, steps: list[Rows], per_step: int,
-    shape: BatchShape, unit: str = "rows",
+    max_seq_len: int,
 ) -> tuple[int, dict]:
     """
-    (optimizer steps, data_state) of a run over these steps, each of per_step rows or other units: all once, or the
+    (optimizer steps, data_state) of a run over these steps, each of per_step rows or conversations: all once, or the
     first num_iterations. data_state: everything the rows depend on; UserError as in `require_same_data`.
     """
     data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": settings["seed"],
-                  "max_seq_len": shape.max_seq_len, "rows_per_step": per_step}
+                  "max_seq_len": max_seq_len, "rows_per_step": per_step}
     require_same_data(start, data_state)
     num_iterations = len(steps)
     if settings["num_iterations"] != -1:
         num_iterations = min(settings["num_iterations"], len(steps))
-    first = len(shape.micro_steps(steps[0]))
-    print0(f"{num_iterations:,} steps of {per_step} {unit}, the first one {first} micro-step(s) x "
-           f"{shape.world_size} rank(s) x {shape.device_batch_size} rows")
+    print0(f"{num_iterations:,} steps")
     return num_iterations, data_state
