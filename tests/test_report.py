@@ -1,7 +1,6 @@
 """The report: which sections are in it, its summary table, its figures by the points they draw."""
 import json
 import re
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -77,16 +76,6 @@ def test_a_stage_that_starts_anew_removes_what_was_said_of_its_old_model():
     assert "chat_sft" in headings(run_report.generate().read_text())
     run_report.remove_sections("chat_sft", "world", "d4")
     assert headings(run_report.generate().read_text()) == ["tokenizer", "mid_train", "chat_eval_mid"]
-
-
-def test_figure_beside_the_report(base_folder):
-    short_run(base_folder)
-    write_section("base_train", "Train", "", "base")
-    path = run_report.generate()
-    [link] = re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())
-    data = (path.parent / link).read_bytes()
-    width, height = struct.unpack(">II", data[16:24])
-    assert data.startswith(b"\x89PNG\r\n\x1a\n") and width > height > 500 and len(data) > 20_000
 
 
 def test_panels_draw_the_records(base_folder):

@@ -183,5 +183,5 @@ def plan_steps(
     num_iterations = len(steps)
     if settings["num_iterations"] != -1:
         num_iterations = min(settings["num_iterations"], len(steps))
-    print0(f"{num_iterations:,} steps")
+    print0(f"{num_iterations:,} steps of {per_step} rows")
     return num_iterations, data_state
