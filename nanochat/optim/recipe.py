@@ -182,11 +182,11 @@ def accumulation_steps(
     in the last micro-step; not so in a pipeline. UserError for a batch that does not divide. ranks: pipelines, if there
     are several stages.
     """
-    tokens = device_batch_size * max_seq_len
-    unit = tokens * ranks if pipeline_stages > 1 else tokens
+    pipelines = ranks if pipeline_stages > 1 else 1
+    unit = device_batch_size * max_seq_len * pipelines
     if total_batch_size > 0 and total_batch_size % unit == 0:
-        return math.ceil(total_batch_size / (tokens * ranks))
+        return math.ceil(total_batch_size / (device_batch_size * max_seq_len * ranks))
     nearest = max(total_batch_size // unit, pipeline_stages) * unit
-    raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {unit} tokens (device_batch_size="
-                    f"{device_batch_size}, max_seq_len={max_seq_len}; a pipeline's batch, of all pipelines); try "
+    raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {unit} = device_batch_size "
+                    f"{device_batch_size} x max_seq_len {max_seq_len} x {pipelines} pipeline(s); try "
                     f"total_batch_size={nearest} or a smaller device_batch_size")

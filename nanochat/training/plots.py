@@ -11,7 +11,7 @@ from nanochat.training.records import read_metrics
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # distinct also for colour-blind readers
 # Title, unit, name in metrics.jsonl. A run has a panel for the numbers it logs: of RL, rewards instead of validations.
 PANELS = [
-    ("Training loss, step by step (of RL, only its gradient means something)", "nats per token", "train/loss"),
+    ("Training loss (of RL only its gradient means something)", "nats per token", "train/loss"),
     ("Validation", "bits per byte", "val/bpb"),
     ("Reward of the samples", "mean per step", "rl/reward"),
     ("Learning-rate factor (lrm)", "times the initial rate", "train/lrm"),

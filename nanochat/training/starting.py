@@ -174,8 +174,8 @@ def plan_steps(
     max_seq_len: int,
 ) -> tuple[int, dict]:
     """
-    (optimizer steps, data_state) of a run over these steps, each of per_step rows or conversations: all once, or the
-    first num_iterations. data_state: everything the rows depend on; UserError as in `require_same_data`.
+    (optimizer steps, data_state) of a run over these steps, each of per_step rows (of fine-tuning: conversations): all
+    once, or the first num_iterations. data_state: everything the rows depend on; UserError as in `require_same_data`.
     """
     data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": settings["seed"],
                   "max_seq_len": max_seq_len, "rows_per_step": per_step}
