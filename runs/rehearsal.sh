@@ -17,7 +17,7 @@ once $run scripts.mid_train --model_tag=$tag --resume=auto --tasks="tinyworld[:9
     --total_batch_size=512 $tiny
 once "${judge[@]}" --source=mid
 once $run scripts.chat_sft --model_tag=$tag --resume=auto --tasks="tinyworld[:99], spellingbee[:99]" \
-    --target_examples_per_step=2 --eval_metrics_every=-1 $tiny
+    --target_examples_per_step=2 $tiny
 once "${judge[@]}" --source=sft
 once $run scripts.chat_rl --model_tag=$tag --resume=auto --task=arithmetic:easy --examples_per_step=1 --num_samples=2 \
     --max_new_tokens=4 $tiny

@@ -1,9 +1,6 @@
 """
-Evaluate a base model: bits per byte of rows as in training, CORE and samples. Only the embedded world can also tell how
-far the model is above the corpus's entropy on whole documents, and whether it answers questions in words that it has
-never read.
+Evaluate a base model: bits per byte, CORE and samples; on the embedded world also against the corpus's entropy.
 
-    python -m scripts.base_eval                      # the only model there is
     python -m scripts.base_eval --model_tag=d20
 """
 from typing import Literal

@@ -42,16 +42,10 @@ pipeline_stages = 1         # [1..] groups of ranks, each with its own layers; m
 embedding_lr = -1.0         # [-1, 0..] AdamW, for a model 768 wide
 unembedding_lr = -1.0       # [-1, 0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-muon_momentum = -1.0        # [-1, 0..1] Muon's momentum after its rise
-final_muon_momentum = -1.0  # [-1, 0..1] Muon's momentum at the end of the warmdown
-momentum_steps = -1         # [-1, 1..] steps over which it rises from 0.85
 weight_decay = -1.0         # [-1, 0..] for Muon's matrices; falls to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmup_steps = -1           # [-1, 0..] steps over which the learning rate rises; at most a tenth of the run
 warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, over which the learning rates fall
-adamw_warmdown_ratio = -1.0  # [-1, 0..1] the same for AdamW's alone
-final_lr_frac = -1.0        # [-1, 0..1] learning rate at the end, as a share of the highest
-look_ahead = -1.0           # [-1, 0..0.9] in mid-run, each step adds this factor times the mean update; 0: none
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = -1            # [-1, 1..] tokens per validation, up to one pass; -1: 10,485,760 on a CUDA GPU, else 65,536
@@ -84,28 +78,36 @@ from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
-from nanochat.optim.recipe import choose
-from nanochat.optim.schedule import is_due, rows_at_a_time
+from nanochat.optim.recipe import choose, rows_at_a_time
+from nanochat.optim.schedule import (
+    ahead_multiplier,
+    decay_multiplier,
+    is_due,
+    lr_multiplier,
+    muon_momentum,
+    set_rates,
+    warmdown_left,
+)
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import compute_cleanup, hosts_may_change, set_up
+from nanochat.runtime.distributed import set_up
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import changed_settings, meta_of_same_model
-from nanochat.training.metrics import announce_length, require_wandb
-from nanochat.training.pretraining import continued_model, find_beginning
 from nanochat.training.resharding import load_training_state, stored_weights
 from nanochat.training.session import Session
+from nanochat.training.starting import continued_model, find_start
 
 # ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)
-require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
 data_sets = list(data_shares(data))  # the first one's validation score is the run's
 from_rank0(ensure_dataset, data)
-if core_metric_every > 0 and (reason := why_no_bundle()):
-    raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
-core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
+core_tasks = []
+if core_metric_every > 0:
+    if reason := why_no_bundle():
+        raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
+    core_tasks = load_tasks(bundle_dir())
 
 # ---- Sizes that are not set: for this device. A model that is trained further keeps its own (below)
 large = device.type == "cuda"
@@ -116,71 +118,68 @@ if max_seq_len == -1:
 if eval_tokens == -1:
     eval_tokens = 10_485_760 if large else 65_536
 
-# ---- Where to start; rank 0 decides: the folder of checkpoints, the checkpoint to resume, the one to read weights from
-begin = find_beginning(config, f"d{depth}")
+# ---- Where to start: the folder of checkpoints; the checkpoint to resume, or to read weights from, if there is one
+start = find_start("base", "base", config, default_tag=f"d{depth}")
 
 # ---- Model: first its shapes, without memory, so that wrong settings fail at once
-if begin.origin:
-    model_config, tokenizer = continued_model(begin.weights, config)
+if start.origin:
+    model_config, tokenizer = continued_model(start, config)
 else:
     arch = arch or "modern"
     tokenizer = from_rank0(ensure_tokenizer, data_sets[0])
     bos = tokenizer.get_bos_token_id()
     model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch, bos)
-meta = meta_of_same_model(begin.resumed, model_config, tokenizer, data_sets[0]) if begin.resumed else None
+meta = meta_of_same_model(start.weights, model_config, tokenizer, data_sets[0]) if start.resumed else None
 depth, max_seq_len = model_config.n_layer, model_config.sequence_len
-config |= {"depth": depth, "max_seq_len": max_seq_len, "arch": arch, "eval_tokens": eval_tokens}
 model = model_without_memory(model_config)
-parameters = sum(p.numel() for p in model.parameters())
-matmul_parameters = model.count_parameters("matrix", "head")  # the others are looked up, not multiplied
 flops_per_token = model.estimate_flops()
+parameters = sum(p.numel() for p in model.parameters())
 print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
        f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
-pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
-model.keep_layers(pipeline.layers)  # removes the layers of other pipeline stages
 
 # ---- Horizon, batch, recipe. A resumed run keeps its batch, recipe and rate factors; the horizon is this call's
 # A chosen batch is a multiple of these rows. 1, 2, 4, 8 and 16 ranks share one default: they get the same loss curve.
 rows_at_once = math.lcm(16, world_size) if device_batch_size == -1 else device_batch_size * world_size
-chosen = choose(config, matmul_parameters, flops_per_token, rows_at_once * max_seq_len, meta)
-total_batch_size, num_iterations, recipe = chosen.total_batch_size, chosen.num_iterations, chosen.recipe
-if device_batch_size == -1:
-    rows = total_batch_size // max_seq_len
-    device_batch_size = rows_at_a_time(rows, pipeline.dp_ranks, 16 if large else 8, pipeline_stages)
-    config["device_batch_size"] = device_batch_size
-if fp8 == "auto":
-    fp8 = compile and fp8_pays(device, model_config.n_embd, device_batch_size * max_seq_len)
-config |= recipe._asdict() | {"fp8": fp8}  # checkpoints and the report show what was chosen
+total_batch_size, num_iterations, recipe, rate_factor, decay_factor = choose(
+    config, model, rows_at_once * max_seq_len, meta)
 
 # ---- Micro-steps. In a pipeline a micro-step has several micro-batches in flight; otherwise it has one
-uneven = meta is not None or hosts_may_change()  # then some ranks may have no rows in the last micro-step
-micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
-# The share of a step's row places that hold a row: 1 if the ranks divide the batch
+pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
+model.keep_layers(pipeline.layers)  # removes the layers of other pipeline stages
+if device_batch_size == -1:
+    device_batch_size = rows_at_a_time(total_batch_size // max_seq_len, pipeline.dp_ranks, 16 if large else 8,
+                                       pipeline_stages)
+micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len)
+# The share of a step's places that hold a row; less than 1 if the ranks do not divide the batch
 filled = total_batch_size / (grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
-       f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}"
-       + (f"; {pipeline.dp_ranks} rank(s) do not divide the batch: {1 - filled:.0%} of their micro-steps are empty"
-          if filled < 1 else ""))
+       f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
+if filled < 1:
+    print0(f"{pipeline.dp_ranks} rank(s) do not divide the batch: {1 - filled:.0%} of their micro-steps are empty")
 total_tokens = num_iterations * total_batch_size
-announce_length(depth, num_iterations, total_tokens, flops_per_token, device, model_dtype, world_size,
-                wanted=meta is not None or config["num_iterations"] != -1)
+print0(f"run: {num_iterations:,} steps, {total_tokens:,} tokens, {total_tokens * flops_per_token:.2e} FLOPs")
 
 # ---- Weights: drawn in float32, or read from a checkpoint; the same on every rank. One unit (embedding, block, head)
 # at a time is drawn, and each rank keeps its part, as zero_stage says. The model is never drawn as a whole
-weights = stored_weights(begin.weights) if begin.weights else partial(model.draw, seed=seed)
-model.activation_checkpointing = activation_checkpointing
+if fp8 == "auto":
+    fp8 = compile and fp8_pays(device, model_config.n_embd, device_batch_size * max_seq_len)
 if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
-    print0("fp8: products in 8 bits, evaluations in " + str(model_dtype).removeprefix("torch."))
+    print0("fp8: products in 8 bits, but not in evaluations")
+model.activation_checkpointing = activation_checkpointing
+weights = stored_weights(start.weights) if start.weights else partial(model.draw, seed=seed)
 sharding = shard_model(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
 del weights  # closes the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
-                              recipe.weight_decay * chosen.decay_factor, chosen.rate_factor, recipe.look_ahead)
+                              recipe.weight_decay * decay_factor, rate_factor, recipe.ema_nesterov)
 
 # ---- Exact resume: masters and moments here; the place in the data and (in Session) the smoothed loss below
-if begin.resumed:
-    load_training_state(begin.resumed, sharding, optimizers)
-    print0(f"resuming from {begin.resumed}{changed_settings(meta, config)}")
+config |= recipe._asdict()  # checkpoints and the report show what was chosen
+config |= {"depth": depth, "max_seq_len": max_seq_len, "arch": arch, "eval_tokens": eval_tokens, "fp8": fp8,
+           "device_batch_size": device_batch_size}
+if meta:
+    load_training_state(start.weights, sharding, optimizers)
+    print0(f"resuming from {start.weights}{changed_settings(meta, config)}")
 
 # ---- Data: the rows of a step depend on its number, the seed and the batch, not on the number of ranks
 shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_rank, pipeline.dp_ranks, device)
@@ -189,8 +188,8 @@ train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=to
 floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy; None if it is unknown
 inputs, targets, cu_seqlens, data_state = next(train_loader)  # data_state: where their step begins in the data
 
-session = Session(begin.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
-                  rate_scales=(chosen.rate_factor, chosen.decay_factor), data=data, origin=begin.origin)
+session = Session(start.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
+                  rate_scales=(rate_factor, decay_factor), data=data, origin=start.origin)
 metrics = session.metrics
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
 while True:
@@ -212,14 +211,16 @@ while True:
             if validate:
                 for name in data_sets:
                     bpb = evaluate_split(evaluated, name, "val", tokenizer, eval_tokens, device_batch_size, max_seq_len)
-                    metrics.log_validation(step, bpb, floor, of="" if name == data_sets[0] else name)
+                    if name == data_sets[0]:
+                        metrics.log_validation(step, bpb, floor)
+                    else:
+                        metrics.log(step, {f"val/bpb of {name}": bpb}, f"validation of {name} {bpb:.4f} bits per byte")
             if measure_core:
                 core = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
                                      device_batch_size * max_seq_len)
-                metrics.log(step, core.record())
-                print0(f"step {step:05d}/{num_iterations:05d} | {core}")
+                metrics.log(step, core.record(), str(core))
             if show_samples:
-                if step == 0 and not begin.weights:
+                if step == 0 and not start.weights:
                     print0("the model is untrained, so it writes noise:")
                 with eagerly():
                     samples = print_samples(evaluated, tokenizer, sample_prompts(data_sets[0]), max_tokens=24)
@@ -239,7 +240,7 @@ while True:
     #   reduce    one all-reduce of six numbers over all ranks: loss, count (`filled`, or 0 without a loss), squared
     #             norm, three flags: not finite, stop, save. r divides loss and gradients by the summed count and clips
     #   update    AdamW: r updates its 1/N. Muon: an all-to-all brings each matrix's momentum to one rank, which
-    #             orthogonalizes it; a second one brings the parts back; r updates its 1/N. LookAhead, in mid-run: r
+    #             orthogonalizes it; a second one brings the parts back; r updates its 1/N. EMA-Nesterov, in mid-run: r
     #             moves its 1/N further in the mean direction of its moves
     #   gather    r's 1/N of the new weights is all-gathered, unit by unit, while the next step begins; r frees its
     #             sum of gradients, so there is no zero_grad
@@ -256,8 +257,15 @@ while True:
 
     # reduce_and_clip divides loss and gradients by the summed count. In a pipeline only the last stage has a loss.
     count = filled if pipeline.is_last else 0.0
-    stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
-    lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
+    stats = sharding.reduce_and_clip(step_loss, count, *session.requests(), grad_clip)
+    # This step's rates, as multiples of the initial ones; AdamW may have a warmdown of its own.
+    lrm = lr_multiplier(step, num_iterations, recipe.warmdown_ratio, recipe.warmup_steps, recipe.final_lr_frac)
+    adamw_lrm = lr_multiplier(step, num_iterations, recipe.adamw_warmdown_ratio, recipe.warmup_steps,
+                              recipe.final_lr_frac)
+    left = warmdown_left(step, num_iterations, recipe.warmdown_ratio)
+    momentum = muon_momentum(step, left, recipe.muon_momentum, recipe.final_muon_momentum, recipe.momentum_steps)
+    set_rates(optimizers, lrm, momentum, adamw_lrm, decay=decay_multiplier(step, num_iterations),
+              ahead=lrm * ahead_multiplier(step, num_iterations))
     # An error in here saves nothing, because parameters are half updated. It ends with session.step += 1.
     with session.update(stats, lrm):
         for optimizer in optimizers:
@@ -268,5 +276,4 @@ while True:
 train_loader.close()
 session.end()  # a run that was stopped exits here
 results = {"parameters": f"{parameters:,}", "tokens trained on": f"{total_tokens:,}"} | metrics.results()
-session.report("Base model: pretraining", results, floor=floor)
-compute_cleanup(session.stop)
+session.report("Base model: pretraining", results)

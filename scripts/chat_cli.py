@@ -1,11 +1,8 @@
 """
-Talk with a model in the terminal.
+Talk with a model in the terminal; a base model continues the text.
 
     python -m scripts.chat_cli                        # /help lists what can be typed besides messages
     python -m scripts.chat_cli -p "What is 12 * 3?"   # one answer, then exit
-
-Tool calls are shown in brackets: [12*3 = 36]. A passage comes with its place: [… (notes/wine.md:14)]. A base model
-continues the text.
 """
 from typing import Literal
 
@@ -27,6 +24,7 @@ library: str | None = None  # name or file of a library to look things up in; No
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
+# Tool calls are shown in brackets: [12*3 = 36]. A passage comes with its place: [… (notes/wine.md:14)].
 import re
 import sys
 

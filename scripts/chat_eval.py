@@ -1,9 +1,7 @@
-r"""
+"""
 Evaluate a chat model on tasks: multiple choice by the likeliest letter, everything else by what it writes.
 
-    python -m scripts.chat_eval --source=sft
-    torchrun --nproc_per_node=8 -m scripts.chat_eval --source=rl \
-        --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee"
+    torchrun --nproc_per_node=8 -m scripts.chat_eval --source=rl --tasks="arc:ARC-Easy, mmlu, gsm8k, humaneval"
 """
 from typing import Literal
 

@@ -1,13 +1,7 @@
 """
 Reinforcement learning: sample answers and reinforce the right ones.
 
-    python -m scripts.chat_rl --task=arithmetic:hard
     torchrun --nproc_per_node=8 -m scripts.chat_rl --task=gsm8k
-
-Policy gradient in the simplest form that works, a reduced GRPO (Shao et al. 2024, arXiv:2402.03300). Each problem has
-several samples. A sample's advantage is its reward minus the mean reward of its problem's samples. Each batch of
-samples gets one update, so it is on-policy and needs no clipping. Every sampled token counts the same (Yu et al. 2025,
-arXiv:2503.14476).
 """
 from typing import Literal
 
@@ -35,7 +29,6 @@ num_samples = 16            # [2..] samples of each problem; they are compared w
 max_new_tokens = 512        # [1..] tokens of a sample
 # ---- Batch
 device_batch_size = 8       # [1..] samples per rank and micro-step; halve it when memory runs out
-sampling_batch_size = 64    # [1..] samples that a rank generates at a time
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 # ---- Optimizers
@@ -43,7 +36,6 @@ embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = 0.05         # [0..1] factor of these rates at the start
-grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmdown_ratio = 1.0        # [0..1] share of the run, at its end, over which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 60             # [-1..] steps between evaluations, also before the first step and after the last; -1: never
@@ -55,7 +47,7 @@ keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only t
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
 
-# ---- Tasks: a mistyped one, or a file that is missing, is answered here, before torch is imported
+# ---- Task: a mistyped one, or a file that is missing, is answered here, before torch is imported
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_task, without_parts
 
@@ -64,6 +56,7 @@ held_out = make_task(without_parts(task), "test")
 if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
+import itertools
 import math
 
 import torch
@@ -73,20 +66,19 @@ from nanochat.data.conversation_loader import shuffled
 from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, sample_answers, seed_with
 from nanochat.inference.sampling import SamplingParams
-from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
+from nanochat.optim.schedule import is_due, lr_multiplier, muon_momentum, set_rates
 from nanochat.runtime.collectives import all_reduce_sum, gather_objects
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import compute_cleanup, set_up
-from nanochat.training.finetuning import find_start, load_training, require_same_data
-from nanochat.training.metrics import require_wandb
-from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
+from nanochat.runtime.distributed import set_up
+from nanochat.training.records import read_metrics
+from nanochat.training.rollouts import rollout_stats, sample_rollouts
 from nanochat.training.session import Session
+from nanochat.training.starting import find_start, load_training, require_same_data
 
-# ---- Setup
-require_wandb(run)
+SAMPLES_AT_ONCE = 64  # that a rank generates
+
+# ---- Setup: the model of the previous stage, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-
-# ---- The model of the previous stage, or an interrupted run of this script
 start = find_start("rl", source, config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
@@ -103,15 +95,6 @@ shape = BatchShape(device_batch_size, model.config.sequence_len, rank, world_siz
 # At temperature 1, from all tokens: samples of any other policy would need importance weights
 sampling = SamplingParams(max_new_tokens, temperature=1.0, top_k=0, seed=seed)
 
-
-def rollouts_of(step: int) -> list[Rollout]:
-    """This rank's answers to its problems of a step."""
-    whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
-    return sample_rollouts(problems, steps[step][rank::world_size], whole_model, tokenizer, num_samples,
-                           seed_with(sampling, step), sampling_batch_size)
-
-
-right_before = start.meta.get("before") if start.resumed else None  # held-out samples that were right at the start
 session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
                   data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
@@ -120,7 +103,7 @@ while True:
     step = session.step
 
     # --- checkpoint of the parameters before this step; first, because an evaluation may fail
-    session.save_if_due(before=right_before)
+    session.save_if_due()
     if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
@@ -128,16 +111,14 @@ while True:
     if is_due(step, num_iterations, eval_every):
         with session.evaluation():
             whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
-            right = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
+            right = evaluate_task(held_out, whole_model, tokenizer, SAMPLES_AT_ONCE, eval_examples, sampling,
                                   eval_samples).correct
             samples = sample_answers(held_out, whole_model, tokenizer)
             del whole_model
-            if step == 0:
-                right_before = right
             passed = {f"pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
-            metrics.log(step, {f"eval/{name}": value for name, value in passed.items()} | {"sample": samples})
-            print0(f"step {step:05d}/{num_iterations:05d} | held-out {held_out.name}: "
-                   + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
+            metrics.log(step, {f"eval/{name}": value for name, value in passed.items()} | {"sample": samples},
+                        f"held-out {held_out.name}: "
+                        + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
     if metrics.stop_requested:  # during the evaluation; all ranks have left it
         continue
     if step >= num_iterations:
@@ -146,9 +127,11 @@ while True:
     # --- samples: each rank answers its problems of this step, then gets all ranks' answers. If all answers to a
     # problem get the same reward, their advantages and gradients are zero, so they are not trained on
     with metrics.stoppable():
-        rollouts = []
-        for rank_rollouts in gather_objects(rollouts_of(step)):
-            rollouts += rank_rollouts
+        whole_model = sharding.gather_model()
+        answers = sample_rollouts(problems, steps[step][rank::world_size], whole_model, tokenizer, num_samples,
+                                  seed_with(sampling, step), SAMPLES_AT_ONCE)
+        del whole_model
+        rollouts = list(itertools.chain.from_iterable(gather_objects(answers)))
     if metrics.stop_requested:
         continue
     trained_on = [rollout for rollout in rollouts if rollout.advantage != 0]
@@ -156,8 +139,11 @@ while True:
     trained_on.sort(key=lambda rollout: len(rollout.ids), reverse=True)
     micro_steps = shape.micro_steps(trained_on)
 
-    # --- one optimizer step, as in base_train. The loss is -sum of advantage * log p over all ranks' sampled tokens;
-    # reduce_and_clip divides it by their number
+    # --- one optimizer step, as in base_train: the simplest policy gradient that works, reduced GRPO (Shao et al. 2024,
+    # arXiv:2402.03300). A sample's advantage is its reward minus the mean reward of its problem's samples. The loss is
+    # -sum of advantage * log p over all ranks' sampled tokens; reduce_and_clip divides it by their number, so every
+    # token counts the same (Yu et al. 2025, arXiv:2503.14476). Each batch of samples gets one update: it is on-policy,
+    # so nothing is clipped
     step_loss = torch.zeros((), device=device)
     off = torch.zeros(2, device=device)  # sum of |trainer's log p - sampler's log p|, and number of tokens
     step_tokens = 0
@@ -180,31 +166,26 @@ while True:
 
     # Every rank knows all rollouts. Each gives 1/N of the count, so the sum over ranks is their number of tokens.
     sampled_tokens = sum(sum(rollout.sampled) for rollout in rollouts) / world_size
-    stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, *session.requests())
+    stats = sharding.reduce_and_clip(step_loss, sampled_tokens, *session.requests())
     rewards = rollout_stats(rollouts)
     # Neither optimizer depends on the gradient's scale. Fewer answers make it noisier, so the rate is smaller.
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
-    apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
+    set_rates(optimizers, lrm, muon_momentum(step))
     with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)
         sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
     all_reduce_sum(off)
     rewards["rl/sampler_off"] = float(off[0] / off[1].clamp(min=1))
-    metrics.log(step, rewards)
-    print0(f"step {step:05d}/{num_iterations:05d} | reward {rewards['rl/reward']:.3f} | "
-           f"{rewards['rl/tokens']:.1f} tokens an answer | {rewards['rl/trained_on']:.0%} trained on, "
-           f"{rewards['rl/cut']:.0%} cut | sampler off by {rewards['rl/sampler_off']:.1e} nats a token")
+    metrics.log(step, rewards, f"reward {rewards['rl/reward']:.3f} | {rewards['rl/tokens']:.1f} tokens an answer | "
+                f"{rewards['rl/trained_on']:.0%} trained on, {rewards['rl/cut']:.0%} cut | "
+                f"sampler off by {rewards['rl/sampler_off']:.1e} nats a token")
 
 # ---- End
 session.end()
 results = metrics.results()
-del results["best validation bits per byte"]  # not measured: rewards take its place
-note = ""
-if eval_every > 0 and right_before:
-    note = f"Held-out {held_out.name}: {describe_change(right_before, right)}.\n\n"
-    print0(note.strip())
-    results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
-    results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right, 1):.1%}"
-session.report("Reinforcement learning", results, note)
-compute_cleanup(session.stop)
+evaluated = [record["eval/pass@1"] for record in read_metrics(metrics.path) if "eval/pass@1" in record]
+if evaluated:  # of the whole run, also of processes before this one
+    results[f"pass@1 of {held_out.name}, before"] = f"{evaluated[0]:.1%}"
+    results[f"pass@1 of {held_out.name}, after"] = f"{evaluated[-1]:.1%}"
+session.report("Reinforcement learning", results)

@@ -1,13 +1,8 @@
 """
 Supervised fine-tuning: each conversation stands alone, as in a chat.
 
-    python -m scripts.chat_sft
-    python -m scripts.chat_sft --tasks=json:/path/to/mine.jsonl --keep=1    # yours, and as many earlier ones
+    python -m scripts.chat_sft --tasks=json:/path/to/mine.jsonl --replay=1    # yours, and as many earlier ones
     torchrun --nproc_per_node=8 -m scripts.chat_sft --tasks="arc:ARC-Easy, gsm8k, smoltalk[:10000], spellingbee[:300]"
-
-A row is one padded conversation, or several if the model keeps documents apart. Only what the assistant writes is
-learned. The loss of a step is its sum over all target tokens divided by their number, no matter how micro-batches and
-ranks share the conversations.
 """
 from typing import Literal
 
@@ -28,7 +23,7 @@ model_tag: str | None = None  # folder of its checkpoints, and of those made her
 source_step: int | None = None  # step of its checkpoint to start from; None: the newest valid one
 # ---- Data
 tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over; [:n]: the first n
-keep = 0.0                  # [0..] conversations of the previous stage to repeat for each new one, against forgetting
+replay = 0.0                # [0..] conversations of the previous stage to repeat for each new one, against forgetting
 max_seq_len = -1            # [-1, 1..] longest conversation in tokens; longer ones are split; -1: as in the model
 num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: hundreds several times, thousands once
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs take
@@ -42,13 +37,9 @@ embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = -1.0         # [-1, 0..1] factor of these rates at the start; -1: smaller for more conversations
-grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmdown_ratio = 1.0        # [0..1] share of the run, at its end, over which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 100            # [-1..] steps between validations, also before the first step and after the last; -1: never
-eval_steps = 100            # [1..] steps' worth of conversations per validation, up to one pass over those held out
-eval_metrics_every = 200    # [-1..] steps between evaluations of the tasks, also after the last step; -1: never
-eval_metrics_max_problems = 256  # [-1, 1..] held-out problems of each task; -1: all
 # ---- Checkpoints
 save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and at the end; -1: no others
 keep_last = -1              # [-1, 1..] checkpoints to keep; -1: all, but only the newest two half-hourly ones
@@ -56,83 +47,76 @@ resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpo
 config = configure(globals())
 
 # ---- Tasks: a mistyped one, or a file that is missing, is answered here, before torch is imported
-from nanochat.tasks import describe_validation, make_mixture, make_tasks, task_names, without_parts
+from nanochat.tasks import describe_validation, make_mixture, task_names, without_parts
 
 train_mixture = make_mixture(tasks, "train", seed)
 val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 
+import math
+
 import torch
 
-from nanochat.data.batch_shape import chunks
+from nanochat.data.batch_shape import BatchShape, chunks
 from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, shuffled
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import evaluate_bpb
-from nanochat.eval.task_eval import accuracy, evaluate_task, sample_answers
-from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
+from nanochat.eval.task_eval import sample_answers
+from nanochat.optim.schedule import is_due, lr_multiplier, muon_momentum, set_rates
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import compute_cleanup, set_up
+from nanochat.runtime.distributed import set_up
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import Mixture
 from nanochat.training.checkpoint import tasks_of
-from nanochat.training.finetuning import (
-    batch_shape,
-    choose_epochs_and_rate,
-    find_start,
-    load_training,
-    plan_steps,
-    row_length,
-)
-from nanochat.training.metrics import require_wandb
 from nanochat.training.session import Session
+from nanochat.training.starting import choose_epochs_and_rate, find_start, load_training, plan_steps, row_length
 
-# ---- Setup
-require_wandb(run)
+EVAL_STEPS = 100  # steps' worth of conversations in a validation
+
+# ---- Setup: the model of the previous stage, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-measured = without_parts(tasks)
-
-# ---- The model of the previous stage, or an interrupted run of this script
 start = find_start("sft", source, config)
-tokenizer = Tokenizer.load(start.begin)
+tokenizer = Tokenizer.load(start.weights)
 max_seq_len = row_length(max_seq_len, start.meta)
+
+# ---- Conversations, how often each is seen, and the learning rates
 conversations = RenderedConversations(train_mixture, tokenizer, max_seq_len + 1)
 num_epochs, init_lr_frac = choose_epochs_and_rate(len(conversations), num_epochs, init_lr_frac)
 config |= {"num_epochs": num_epochs, "init_lr_frac": init_lr_frac}
 print0(f"each {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates "
        "(--num_epochs and --init_lr_frac, if not set, are chosen from the number of conversations and their parts)")
-model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
 # ---- Earlier tasks: repeat some, or they are forgotten
 earlier = from_rank0(tasks_of, source, start.checkpoints.name)
-if keep:
+if replay:
     if not earlier:
-        raise UserError(f"keep={keep}: the tasks that {start.origin} was trained on are not known; "
+        raise UserError(f"replay={replay}: the tasks that {start.origin} was trained on are not known; "
                         "name them in --tasks")
-    kept = make_mixture(earlier, "train", seed)[: round(keep * num_epochs * len(train_mixture))]
-    print0(f"with {len(kept):,} conversations of {earlier}")
-    train_mixture = Mixture([train_mixture] * num_epochs + [kept], seed)
+    replayed = make_mixture(earlier, "train", seed)[: round(replay * num_epochs * len(train_mixture))]
+    print0(f"with {len(replayed):,} conversations of {earlier}")
+    train_mixture = Mixture([train_mixture] * num_epochs + [replayed], seed)
     num_epochs = 1  # the mixture repeats each conversation already
     conversations = RenderedConversations(train_mixture, tokenizer, max_seq_len + 1, "training on both")
-    measured = without_parts(f"{tasks}, {earlier}")
 elif earlier and not task_names(earlier) & task_names(tasks):
-    print0(f"none of the model's earlier tasks ({earlier}) is repeated, so it will forget much of them; --keep=1 mixes "
-           "in as many earlier conversations")
-measured_tasks = make_tasks(measured, "test")
+    print0(f"none of the model's earlier tasks ({earlier}) is repeated, so it will forget much of them; --replay=1 "
+           "mixes in as many earlier conversations")
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
-# ---- Data: every rank knows all rows, so every rank knows where the run ends
+# ---- Data: a row is one padded conversation, or several if the model keeps documents apart. Only what the assistant
+# writes is learned. Every rank knows all rows, so every rank knows where the run ends
 numbers = [number for epoch in range(num_epochs) for number in shuffled(len(conversations), seed, epoch)]
-shape = batch_shape(target_examples_per_step, device_batch_size, max_seq_len, device)
-steps = []  # the rows of each step; a row is one conversation, or several if the model keeps them apart
+rows_at_once = min(device_batch_size, math.ceil(target_examples_per_step / world_size))
+shape = BatchShape(rows_at_once, max_seq_len, rank, world_size, device)
+steps = []  # the rows of each step
 for examples in chunks(numbers, target_examples_per_step):
     if model.config.document_token >= 0:
         steps.append(balance(conversations.lengths, examples, shape.rows_per_micro_step, max_seq_len + 1))
     else:
         steps.append([[number] for number in examples])
-num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, shape,
-                                        "conversations")
+num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, max_seq_len)
 held_out = RenderedConversations(val_mixture, tokenizer, max_seq_len + 1, describe_validation(val_mixture))
-held_out_numbers = shuffled(len(held_out), seed=0, epoch=0)[: eval_steps * target_examples_per_step]
+held_out_numbers = shuffled(len(held_out), seed=0, epoch=0)[: EVAL_STEPS * target_examples_per_step]
 held_out_steps = shape.micro_steps([[number] for number in held_out_numbers])
 
 session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
@@ -150,27 +134,14 @@ while True:
         break
 
     # --- evaluation of the same parameters
-    validate = is_due(step, num_iterations, eval_every)
-    measure_tasks = step > 0 and measured_tasks and is_due(step, num_iterations, eval_metrics_every)
-    if validate or measure_tasks:
+    if is_due(step, num_iterations, eval_every):
         with session.evaluation():
-            if validate:
-                validation = conversation_loader(held_out, held_out_steps, shape, pad=True)
-                with eagerly():  # no gradients: a GPU would compile every length again
-                    bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
-                metrics.log_validation(step, bpb)
-                if zero_stage < 3:  # stage 3 would need the memory of a whole model
-                    metrics.log(step, {"sample": sample_answers(val_mixture, sharding.gather_model(), tokenizer)})
-            if measure_tasks:
-                whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
-                scores = {}
-                for task in measured_tasks:
-                    judged = evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
-                    scores[task.name] = accuracy(judged.correct)
-                del whole_model
-                metrics.log(step, {f"tasks/{name}": score for name, score in scores.items()})
-                print0(f"step {step:05d}/{num_iterations:05d} | "
-                       + ", ".join(f"{name} {score:.1%}" for name, score in scores.items()))
+            validation = conversation_loader(held_out, held_out_steps, shape, pad=True)
+            with eagerly():  # no gradients: a GPU would compile every length again
+                bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
+            metrics.log_validation(step, bpb)
+            if zero_stage < 3:  # stage 3 would need the memory of a whole model
+                metrics.log(step, {"sample": sample_answers(val_mixture, sharding.gather_model(), tokenizer)})
     if metrics.stop_requested:  # during the evaluation; all ranks have left it
         continue
     if step >= num_iterations:
@@ -192,9 +163,9 @@ while True:
         step_tokens += targets.numel() * world_size  # padding counts: all ranks pad their rows to one length
         inputs, targets, cu_seqlens = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
+    stats = sharding.reduce_and_clip(step_loss, step_targets, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
-    apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
+    set_rates(optimizers, lrm, muon_momentum(step))
     with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)
@@ -203,4 +174,3 @@ while True:
 # ---- End
 session.end()
 session.report("Supervised fine-tuning", metrics.results())
-compute_cleanup(session.stop)

@@ -1,19 +1,8 @@
 """
-Serve chat models: a page to talk with them, and an interface that OpenAI's clients understand.
+Serve chat models: a page to talk with them, and an interface that OpenAI's clients understand (docs/server.md).
 
-    python -m scripts.chat_web                                  # http://127.0.0.1:8000
-    python -m scripts.chat_web --source="sft, rl" --port=80 --host=0.0.0.0
-    python -m scripts.chat_web --allowed_hosts=chat.example.org     # behind a proxy of that name
+    python -m scripts.chat_web --source="sft, rl" --port=80 --host=0.0.0.0    # default: http://127.0.0.1:8000
     python -m scripts.chat_web --watch                              # training runs, live; chats once a model can
-
-    from openai import OpenAI
-    OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
-        model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
-
-nanochat/serve/openai_requests.py lists extensions and differences. NANOCHAT_API_KEY=... demands a key. The server uses
-one GPU, or the CPU: with several GPUs start one on each port, and a proxy in front, which also keeps floods away.
-SIGTERM ends the server when all accepted requests are answered, after a few seconds at the latest; Ctrl-C ends it at
-once. When a model's engine fails, the server ends with exit code 1, so that a supervisor can start it again.
 """
 from typing import Literal
 
@@ -39,6 +28,10 @@ library: str | None = None  # name or file of a library to look things up in; No
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
+# NANOCHAT_API_KEY=... demands a key. The server uses one GPU, or the CPU: with several GPUs start one on each port, and
+# a proxy in front (--allowed_hosts=chat.example.org), which also keeps floods away. SIGTERM ends the server when all
+# accepted requests are answered, after a few seconds at the latest; Ctrl-C ends it at once. If an engine fails, the
+# server ends with exit code 1, so that a supervisor can start it again.
 import os
 import re
 import socket
@@ -57,7 +50,7 @@ from nanochat.serve.served_model import ServedModel, load_engine
 from nanochat.serve.server import Server
 from nanochat.tasks import example_questions, never_looks_up
 from nanochat.training.checkpoint import find_model, latest_stage, tasks_of
-from nanochat.training.records import STAGES, latest_checkpoints, read_meta
+from nanochat.training.records import STAGES, latest_checkpoint, read_meta
 
 # Not a setting: the list of processes would show it.
 api_key = os.environ.get("NANOCHAT_API_KEY", "")
@@ -106,11 +99,11 @@ tried: set[Path] = set()
 
 def newer() -> ServedModel | None:
     """The model of the last finished stage; None if there is none, or if it has been served already."""
-    latest = latest_checkpoints(STAGES[1:] if source == "auto" else sources, model_tag, only_finished=True)
-    if not latest or latest[-1] in tried:
+    latest = latest_checkpoint(STAGES[1:] if source == "auto" else sources, model_tag, only_finished=True)
+    if latest is None or latest in tried:
         return None
-    tried.add(latest[-1])
-    *_, folder, tag, _ = latest[-1].parts
+    tried.add(latest)
+    *_, folder, tag, _ = latest.parts
     stage = folder.removesuffix("_checkpoints")
     model = serve(stage, find_model(stage, tag))
     print0(f"loading {model.id}, to chat with it at {url}")

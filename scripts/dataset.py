@@ -1,13 +1,9 @@
 """
 Make a data set: text in shuffled shards, the last of them for validation, and a manifest with their checksums.
 
-    python -m scripts.dataset                                      # the embedded corpus, offline
-    python -m scripts.dataset --source=python                      # this machine's standard library, offline
     python -m scripts.dataset --source=~/books                     # .txt .md .rst .jsonl .json .csv .tsv .parquet
     python -m scripts.dataset --source=fineweb-edu --num_shards=8  # downloads; run again to go on or to add more
     python -m scripts.dataset --source=hf:roneneldan/TinyStories --num_shards=20
-
-It is stored in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a mirror of the Hugging Face hub.
 """
 from configurator import configure
 
@@ -23,6 +19,7 @@ shard_mb = 8.0         # [0.001..1000] megabytes of text per training shard (dow
 seed = 42              # for the shuffle and for tinyworld
 config = configure(globals())
 
+# It is stored in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a mirror of the Hugging Face hub.
 from nanochat.corpus.make_dataset import COUNTED, make
 from nanochat.training.run_report import write_section
 

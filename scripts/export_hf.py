@@ -1,11 +1,7 @@
 """
 Export a model of any stage as a folder that Hugging Face's transformers loads as it is, for others to use.
 
-    python -m scripts.export_hf --source=sft --output=my-model
-
-It has weights, configuration, tokenizer, chat template and model card; for a modern model also its code, for
-trust_remote_code=True. scripts.import_hf is the way back. `hf upload NAME/MODEL my-model --private` uploads the
-folder to the hub.
+    python -m scripts.export_hf --source=sft --output=my-model     # scripts.import_hf is the way back
 """
 from typing import Literal
 
@@ -19,6 +15,8 @@ step: int | None = None     # [0..] the checkpoint's step; None: the newest vali
 output = ""                 # its path
 configure(globals())
 
+# The folder has weights, configuration, tokenizer, chat template and model card; for a modern model also its code, for
+# trust_remote_code=True. `hf upload NAME/MODEL my-model --private` uploads it to the hub.
 from pathlib import Path
 
 from nanochat.hf.card import model_card

@@ -1,11 +1,7 @@
 """
-Import a model as a checkpoint: a folder of scripts.export_hf or of Hugging Face's NanoChatForCausalLM, or a published
-nanochat checkpoint in the classic layout (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl).
+Import a folder of scripts.export_hf or of Hugging Face's NanoChatForCausalLM, or a published nanochat checkpoint.
 
     python -m scripts.import_hf --input=their-model --source=base --model_tag=theirs
-    python -m scripts.mid_train --model_tag=theirs
-
-No code in those files is run. A model that would not be the same here is refused.
 """
 from typing import Literal
 
@@ -18,6 +14,8 @@ source: Literal["base", "mid", "sft", "rl"] = "base"  # stage of the model; the 
 model_tag: str | None = None  # folder of its checkpoints; None: the input's name
 config = configure(globals())
 
+# Published checkpoints have model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl. No code in those files is run.
+# A model that would not be the same here is refused.
 from pathlib import Path
 
 from nanochat.hf import classic

@@ -1,10 +1,7 @@
 """
 Mid-training: teach the base model what a conversation is, in one pass over a mixture of tasks.
 
-    python -m scripts.mid_train
     torchrun --nproc_per_node=8 -m scripts.mid_train --tasks="smoltalk, mmlu, gsm8k*2, spellingbee, arithmetic"
-
-Rows are packed with whole conversations; longer ones are split. Only what the assistant writes is learned.
 """
 from typing import Literal
 
@@ -36,7 +33,6 @@ embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = 1.0          # [0..1] factor of these rates at the start
-grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmdown_ratio = 0.2        # [0..1] share of the run, at its end, over which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 150            # [-1..] steps between validations, also before the first step and after the last; -1: never
@@ -53,50 +49,38 @@ from nanochat.tasks import describe_validation, make_mixture, without_parts
 train_mixture = make_mixture(tasks, "train", seed)
 val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 
+import math
+
 import torch
 
-from nanochat.data.batch_shape import chunks
+from nanochat.data.batch_shape import BatchShape, chunks
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, pack, shuffled
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import sample_answers
-from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import compute_cleanup, set_up
-from nanochat.runtime.errors import UserError
-from nanochat.training.finetuning import (
-    batch_shape,
-    find_start,
-    load_training,
-    plan_steps,
-    row_length,
-)
-from nanochat.training.metrics import require_wandb
+from nanochat.optim.schedule import is_due, lr_multiplier, muon_momentum, set_rates
+from nanochat.runtime.distributed import set_up
 from nanochat.training.session import Session
+from nanochat.training.starting import find_start, load_training, plan_steps, row_length
 
-# ---- Setup
-require_wandb(run)
+# ---- Setup: the base model, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
-
-# ---- The base model, or an interrupted run of this script
 start = find_start("mid", "base", config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 max_seq_len = row_length(max_seq_len, start.meta)
 warmup_steps = 40 if model.config.stream_scales else 0  # AdamW restarts: its first step would move a scale by 0.4
 
-# ---- Data: every rank packs all rows, so every rank knows where the run ends
+# ---- Data: rows are packed with whole conversations; longer ones are split. Only what the assistant writes is learned.
+# Every rank packs all rows, so every rank knows where the run ends
 if total_batch_size == -1:
     total_batch_size = min(start.meta.get("total_batch_size", 2**19), 2**19)
-    config["total_batch_size"] = total_batch_size
-rows_per_step, rest = divmod(total_batch_size, max_seq_len)
-if rest or not rows_per_step:
-    raise UserError(f"total_batch_size={total_batch_size} must be a multiple of max_seq_len={max_seq_len}: "
-                    "a step takes whole rows")
-shape = batch_shape(rows_per_step, device_batch_size, max_seq_len, device)
+rows_per_step = max(total_batch_size // max_seq_len, 1)  # a step takes whole rows
+total_batch_size = config["total_batch_size"] = rows_per_step * max_seq_len
+rows_at_once = min(device_batch_size, math.ceil(rows_per_step / world_size))
+shape = BatchShape(rows_at_once, max_seq_len, rank, world_size, device)
 conversations = RenderedConversations(train_mixture, tokenizer, max_seq_len + 1)
 rows = pack(conversations.lengths.tolist(), shuffled(len(conversations), seed, epoch=0), max_seq_len + 1)
-print0(f"{len(rows):,} rows, {len(conversations.ids) / (len(rows) * (max_seq_len + 1)):.1%} filled")
 steps = chunks(rows, rows_per_step)
-num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, shape)
+num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, max_seq_len)
 # A conversation has more than seven tokens, so these hold eval_tokens; the rest need not be rendered.
 val_conversations = val_mixture[: max(eval_tokens // 7, 1)]
 held_out = RenderedConversations(val_conversations, tokenizer, max_seq_len + 1, describe_validation(val_mixture))
@@ -144,9 +128,9 @@ while True:
         step_targets += (targets >= 0).sum()
         inputs, targets, cu_seqlens = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
+    stats = sharding.reduce_and_clip(step_loss, step_targets, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps)
-    apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
+    set_rates(optimizers, lrm, muon_momentum(step))
     with session.update(stats, lrm):  # an error in here saves nothing: parameters are half updated
         for optimizer in optimizers:
             optimizer.step(stats)
@@ -155,4 +139,3 @@ while True:
 # ---- End
 session.end()
 session.report("Mid-training", metrics.results())
-compute_cleanup(session.stop)

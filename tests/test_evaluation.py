@@ -14,7 +14,6 @@ from nanochat.optim.zero import shard_model
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
-from nanochat.runtime.flops import peak_flops
 from nanochat.training.metrics import Metrics
 from nanochat.training.records import read_metrics
 
@@ -97,15 +96,15 @@ def stats(loss: float, ok: bool = True, stops: int = 0) -> torch.Tensor:
     return torch.tensor([loss if ok else float("nan"), 0.5, float(ok), float(stops), 0.0])  # no rank asks for a save
 
 
-def new_metrics(folder, start_step=0, peak_flops=1e9, state=None) -> Metrics:
+def new_metrics(folder, start_step=0, state=None) -> Metrics:
     """Of a run of four steps."""
-    metrics = Metrics(folder, "", {}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak_flops=peak_flops,
+    metrics = Metrics(folder, "", {}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak_flops=1e9,
                       state=state)
     metrics.begin_file()  # a Session does after the first step
     return metrics
 
 
-def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_loss(tmp_path, capsys):
+def test_skipped_steps_are_counted_and_do_not_reach_the_smoothed_loss(tmp_path, capsys):
     metrics = new_metrics(tmp_path)
     for step, (ok, stops, bad_steps) in enumerate([(True, 0, 0), (False, 0, 1), (False, 0, 2), (True, 0, 0),
                                                    (False, 1, 1)]):
@@ -115,52 +114,38 @@ def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_l
     assert [record.get("train/skipped") for record in records] == [None, 1, 2, None, 3]
     assert [record.get("train/loss") for record in records] == [2.0, None, None, 2.0, None]
     said = capsys.readouterr().out
-    assert said.count("loss 2.0000") == 5 and "nan" not in said and "step 00004: skipped on every rank" in said
+    assert said.count("loss 2.0000") == 5 and "nan" not in said
 
 
-def test_the_log_is_complete_after_a_kill(tmp_path, capsys):
+def test_the_log_is_complete_after_a_kill(tmp_path):
     metrics = new_metrics(tmp_path)
     for step, loss in enumerate((4.0, 2.0)):
         metrics.log_step(step, stats(loss), 1.0)
-    with metrics.paused():
-        metrics.log_validation(2, 1.5)
+    metrics.log_validation(2, 1.5)
     path = tmp_path / "metrics.jsonl"
     with open(path, "a") as file:
         file.write('{"step": 2, "train/lo')  # killed while writing
     metrics = new_metrics(tmp_path, start_step=1, state=metrics.state)
     for step, loss in ((1, 3.0), (2, 1.0)):
         metrics.log_step(step, stats(loss), 0.5)
-    metrics.close()
     records = read_metrics(path)
     assert [(record["step"], record["train/loss"]) for record in records] == [
         (0, 4.0), (1, 3.0), (2, 1.0)], "what a killed run wrote beyond its checkpoint is gone"
     for record in records:
-        assert record.keys() == {"step", "time"} | {
-            f"train/{what}" for what in ("steps", "loss", "grad_norm", "lrm", "dt", "tok_per_sec", "mfu")}
         assert record["train/tok_per_sec"] == pytest.approx(1000 / record["train/dt"])
         assert record["train/mfu"] == pytest.approx(1000 * 10 / record["train/dt"] / 1e9)
-    ema, weights = 0.0, 0.0
-    for loss in (4.0, 2.0, 3.0, 1.0):
-        ema, weights = 0.9 * ema + 0.1 * loss, 0.9 * weights + 0.1
-    assert f"step 00002/00004 ( 75.0%) | smoothed loss {ema / weights:.4f} | lrm 0.50" in capsys.readouterr().out
     assert metrics.state["min_val_bpb"] == 1.5
 
 
-@pytest.mark.parametrize("start_step, told", [
-    (3, ""), (4, "nothing is left to train: the checkpoint is at step 4 of 4\n"),
-])
-def test_a_run_that_goes_on_from_its_end_says_that_nothing_is_left(tmp_path, capsys, start_step, told):
-    new_metrics(tmp_path, start_step)
-    assert capsys.readouterr().out == told
-
-
-def test_mfu_says_what_it_is_a_share_of(monkeypatch):
-    assert 1e9 < peak_flops(CPU, torch.float32) < 1e14
-    for name, expected in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
-                           ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", 165.2e12)):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        peak_flops.cache_clear()
-        assert peak_flops(torch.device("cuda"), torch.bfloat16) == expected
+def test_smoothed_loss(tmp_path, capsys):
+    """Exponential weights, divided by their sum; a resumed run goes on with it."""
+    metrics, smoothed, weights = new_metrics(tmp_path), 0.0, 0.0
+    for step, loss in enumerate((4.0, 2.0, 3.0, 1.0)):
+        if step == 2:
+            metrics = new_metrics(tmp_path, step, state=metrics.state)
+        metrics.log_step(step, stats(loss), 1.0)
+        smoothed, weights = 0.9 * smoothed + 0.1 * loss, 0.9 * weights + 0.1
+        assert f"smoothed loss {smoothed / weights:.4f} " in capsys.readouterr().out
 
 
 def test_auto_dtype_follows_the_hardware(monkeypatch):

@@ -554,7 +554,7 @@ def test_every_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp
     mid = train | {"total_batch_size": 512}
     begins, goes_on, _, resumed = run_on_ranks(1, run_scripts, [
         ("scripts.mid_train", mid),
-        ("scripts.chat_sft", train | {"target_examples_per_step": 4, "eval_metrics_every": -1}),
+        ("scripts.chat_sft", train | {"target_examples_per_step": 4}),
         ("scripts.import_hf", {"input": out, "model_tag": "again", "source": "mid"}),
         ("scripts.mid_train", mid | {"resume": "auto", "model_tag": "again"}),
     ])[0]

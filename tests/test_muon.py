@@ -10,7 +10,7 @@ from test_zero import Model
 from torch import Tensor
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.optim.look_ahead import LookAhead
+from nanochat.optim.ema_nesterov import EMANesterov
 from nanochat.optim.muon import DistMuon
 from nanochat.optim.zero import shard_model
 from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
@@ -39,7 +39,7 @@ class Run:
         self.sharding = shard_model(self.model, list(self.model.parts), torch.device("cpu"), dtype, stage, shard_size)
         names = [name for name, _ in self.model.named_parameters()]
         self.muon = DistMuon(self.sharding, names, LR, DECAY, MOMENTUM)
-        self.optimizers = [self.muon, LookAhead(self.sharding.shards, 0.5)]
+        self.optimizers = [self.muon, EMANesterov(self.sharding.shards, 0.5)]
         self.shapes = {name: p.shape for name, p in Model(units, seed=1).named_parameters()}
 
     def steps(self, first: int, last: int, bad: int = -1) -> dict[str, Tensor]:

@@ -1,14 +1,13 @@
 """AdamW against torch's own, Muon's matrices against an SVD; test_zero.py has Muon's rule written out."""
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn import Parameter
 
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.adamw import DistAdamW
-from nanochat.optim.muon import normuon, orthogonalize
+from nanochat.optim.muon import orthogonalize
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.sharding import Sharding
 from nanochat.optim.zero import shard_model
@@ -75,9 +74,6 @@ def test_every_group_has_its_scaled_rate(large):
     assert rates == pytest.approx(expected) and matrices == 0.25 * 0.3
     assert {group["weight_decay"] for group in adamw.param_groups} == decays
     assert muon.param_groups[0]["initial_weight_decay"] == 0.4
-    model.roles = lambda roles=model.roles(): roles | {"new.weight": "new"}
-    with pytest.raises(ValueError, match=r"no rate for the parameters of role \{'new'\}"):
-        setup_optimizers(model, sharding)
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 40), (2, 64, 16), (2, 16, 64), (1, 33, 17)])
@@ -92,18 +88,5 @@ def test_orthogonalize_keeps_directions_and_evens_out_singular_values(shape):
     assert (inner - torch.diag_embed(values)).abs().max() < 1e-12
     assert values.min() > 0.7 and values.max() < 1.2
     torch.testing.assert_close(orthogonalize(G.float()).double(), result, atol=2e-5, rtol=0)
-    relative = (orthogonalize(G.bfloat16()).double() - result).norm() / result.norm()
-    assert relative < 0.08, f"bfloat16 iteration is {relative:.3f} away"
+    assert (orthogonalize(G.bfloat16()).double() - result).norm() < 0.08 * result.norm()
     assert torch.all(orthogonalize(torch.zeros(shape)) == 0)
-
-
-@pytest.mark.parametrize("rows, cols", [(256, 256), (512, 256), (256, 512)])
-def test_a_matrix_moves_as_far_as_a_semi_orthogonal_one_whatever_its_spectrum(rows, cols):
-    """Singular values that fall over three decades; the oracle is the SVD's UVᵀ, whose norm is √min(rows, cols)."""
-    G = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    U, S, Vh = torch.linalg.svd(G, full_matrices=False)
-    short = orthogonalize((U * torch.logspace(0, -3, len(S), dtype=torch.float64) @ Vh)[None])
-    assert short.norm() < 0.93 * 16, "what the polynomials leave"
-    result = normuon(short, torch.zeros(1, max(rows, cols)), torch.ones(()))
-    assert result.norm() == pytest.approx(16, rel=1e-6)
-    assert F.cosine_similarity(result.flatten(), (U @ Vh).flatten(), dim=0) > 0.96

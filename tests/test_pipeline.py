@@ -12,7 +12,7 @@ from nanochat.model import gpt_config
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.pipeline import Pipeline, stage_layers
-from nanochat.optim.schedule import rows_at_a_time
+from nanochat.optim.recipe import rows_at_a_time
 from nanochat.optim.zero import Buckets
 from nanochat.runtime.errors import UserError
 from nanochat.training import session

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.adamw import DistAdamW
-from nanochat.optim.look_ahead import DECAY as MEAN_DECAY
-from nanochat.optim.look_ahead import LookAhead
+from nanochat.optim.ema_nesterov import DECAY as MEAN_DECAY
+from nanochat.optim.ema_nesterov import EMANesterov
 from nanochat.optim.muon import DistMuon, orthogonalize
 from nanochat.optim.zero import shard_model
 from nanochat.plan.memory import RankMemory, split_into_stages
@@ -87,7 +87,7 @@ def sharded_run(
     sharding = shard_model(model, list(model.parts), device, dtype, stage, shard_size)
     group = {"shards": [s for s in sharding.shards if s.name in NAMES["adamw"]], "lr": LR}
     muon = DistMuon(sharding, NAMES["muon"], LR, DECAY)
-    ahead = LookAhead(sharding.shards, 0.9)
+    ahead = EMANesterov(sharding.shards, 0.9)
     optimizers = [DistAdamW([group | {"weight_decay": DECAY}], device), muon, ahead]
     whole, norms, applied, losses = [], [], [], []
     for step in range(STEPS):
@@ -105,7 +105,7 @@ def sharded_run(
         before = state_of(sharding, optimizers)
         muon.param_groups[0]["momentum"] = MOMENTUM[step]
         ahead.param_groups[0]["lr"] = DISTANCE[step]
-        stats = sharding.reduce_and_clip(loss_sum, share * MICRO_STEPS, grad_clip, stop=rank == 0, save=rank < 2)
+        stats = sharding.reduce_and_clip(loss_sum, share * MICRO_STEPS, rank == 0, rank < 2, grad_clip)
         for optimizer in optimizers:
             optimizer.step(stats)
         sharding.all_gather_params()

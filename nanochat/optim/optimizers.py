@@ -3,7 +3,7 @@ from typing import Any
 
 from nanochat.model.gpt import GPT
 from nanochat.optim.adamw import DistAdamW
-from nanochat.optim.look_ahead import LookAhead
+from nanochat.optim.ema_nesterov import EMANesterov
 from nanochat.optim.muon import DistMuon
 from nanochat.optim.sharding import Sharding
 
@@ -31,11 +31,11 @@ def setup_optimizers(
     matrix_lr: float = 0.02,
     weight_decay: float = 0.0,
     lr_scale: float = 1.0,
-    look_ahead: float = 0.0,
+    ema_nesterov: float = 0.0,
 ) -> tuple[Any, ...]:
     """
     (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
-    look_ahead: its distance; unless 0, a LookAhead for all shards is the third, which steps last.
+    ema_nesterov: its distance; unless 0, an EMANesterov for all shards is the third, which steps last.
     weight_decay: Muon's. Rates of embeddings and head are for a model 768 wide; they scale as 1/√width.
     lr_scale: multiplies all rates.
     """
@@ -62,6 +62,6 @@ def setup_optimizers(
     adamw = DistAdamW(groups, sharding.device)
     matrices = [name for name, role in roles.items() if role == "matrix"]
     muon = DistMuon(sharding, matrices, matrix_lr * lr_scale, weight_decay)
-    if look_ahead:
-        return adamw, muon, LookAhead(sharding.shards, look_ahead)
+    if ema_nesterov:
+        return adamw, muon, EMANesterov(sharding.shards, ema_nesterov)
     return adamw, muon

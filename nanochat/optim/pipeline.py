@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nanochat.model.gpt import GPT, Streams, model_without_memory, norm
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.schedule import accumulation_steps
+from nanochat.optim.recipe import accumulation_steps
 from nanochat.optim.sharding import Sharding, partition, place_in_pipeline
 from nanochat.runtime.errors import UserError
 
@@ -87,15 +87,12 @@ class Pipeline:
         total_batch_size: int,
         device_batch_size: int,
         max_seq_len: int,
-        uneven: bool = False,
     ) -> tuple[int, int]:
         """
         (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has all micro-batches in flight in
-        one micro-step. UserError for a batch that does not divide (unless `uneven`, without a pipeline), and for fewer
-        micro-batches than stages.
+        one micro-step. UserError for a batch that does not divide, and for fewer micro-batches than stages.
         """
-        uneven = uneven and self.pipeline_stages == 1
-        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks, uneven,
+        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks,
                                          self.pipeline_stages)
         if self.pipeline_stages == 1:
             return 1, micro_steps

@@ -1,12 +1,12 @@
 """
-What a pretraining run decides before its first step: horizon, batch, recipe, rates. Its checkpoints keep batch, recipe
-and rates for a resumed run; the number of steps is computed again from the settings of the call.
+What a pretraining run decides before its first step: horizon, batch, recipe, rates, micro-steps. Its checkpoints keep
+batch, recipe and rates for a resumed run; the number of steps is computed again from the settings of the call.
 """
 import math
 from typing import NamedTuple
 
+from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import LARGE_DEPTH
-from nanochat.optim.schedule import apply_schedule, lr_multiplier, momentum_at, warmdown_left
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 
@@ -22,19 +22,22 @@ LARGEST_BATCH = 2**20
 
 
 class Recipe(NamedTuple):
-    """Settings of pretraining that depend on its steps and layers. The defaults are a short run's."""
+    """
+    Values of pretraining that depend on its steps and layers; the defaults are a short run's. Some are settings of
+    scripts/base_train.py; the others are changed here.
+    """
 
     embedding_lr: float = 0.2
     unembedding_lr: float = 0.004
-    muon_momentum: float = 0.95
-    final_muon_momentum: float = 0.95
-    momentum_steps: int = 300
+    muon_momentum: float = 0.95         # after its rise
+    final_muon_momentum: float = 0.95   # at the end of the warmdown
+    momentum_steps: int = 300           # over which it rises from 0.85
     weight_decay: float = 0.0
     warmup_steps: int = 0
     warmdown_ratio: float = 0.8
-    adamw_warmdown_ratio: float = 0.4
-    final_lr_frac: float = 0.0
-    look_ahead: float = 0.0
+    adamw_warmdown_ratio: float = 0.4   # the same for AdamW's rates alone
+    final_lr_frac: float = 0.0          # learning rate at the end, as a share of the highest
+    ema_nesterov: float = 0.0           # in mid-run, each step adds this factor times the mean update; 0: none
 
 
 # A long run of a large model has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 is for 0.88 billion tokens; at
@@ -44,55 +47,37 @@ LONG = 1000  # steps
 LONG_RUN = Recipe(
     embedding_lr=0.3, unembedding_lr=0.008, muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=400,
     weight_decay=0.205, warmup_steps=40, warmdown_ratio=0.65, adamw_warmdown_ratio=0.65, final_lr_frac=0.05,
-    look_ahead=0.3)
+    ema_nesterov=0.3)
 
 
-def choose_recipe(settings: dict, num_iterations: int, before: dict | None = None) -> Recipe:
+def choose_recipe(settings: dict, depth: int, num_iterations: int, before: dict | None = None) -> Recipe:
     """
     The settings that are not -1. The others come from the run that is resumed (`before`), or are chosen for this number
     of steps and layers.
     """
     recipe = Recipe()
-    if num_iterations >= LONG and settings["depth"] >= LARGE_DEPTH:
+    if num_iterations >= LONG and depth >= LARGE_DEPTH:
         recipe = LONG_RUN
-    if settings.get("begin_from") and settings["depth"] >= LARGE_DEPTH:
+    if settings["begin_from"] and depth >= LARGE_DEPTH:
         # AdamW restarts from zero, and its first steps disturb trained stream scales, which large models have.
         recipe = recipe._replace(warmup_steps=LONG_RUN.warmup_steps)
     if before:
-        # Older runs had one warmdown; version 0.1.0 could not look ahead.
-        before = {"adamw_warmdown_ratio": before["warmdown_ratio"]} | before
-        recipe = Recipe(**{name: before[name] for name in Recipe._fields if name in before})
-    given = {name: settings[name] for name in Recipe._fields if settings[name] != -1}
-    if "warmdown_ratio" in given:  # then AdamW has no other one, unless that is given, too
-        given = {"adamw_warmdown_ratio": given["warmdown_ratio"]} | given
+        # Older runs had one warmdown, or EMA-Nesterov under another name; version 0.1.0 had none.
+        older = {"adamw_warmdown_ratio": before["warmdown_ratio"], "ema_nesterov": before.get("look_ahead", 0.0)}
+        recipe = Recipe(**{name: (older | before)[name] for name in Recipe._fields})
+    given = {name: settings[name] for name in Recipe._fields if settings.get(name, -1) != -1}
+    if "warmdown_ratio" in given:  # for AdamW as well
+        given["adamw_warmdown_ratio"] = given["warmdown_ratio"]
     return recipe._replace(**given)
 
 
-class Chosen(NamedTuple):
-    """The decisions of a run."""
-
-    total_batch_size: int   # tokens of an optimizer step, over all ranks
-    num_iterations: int     # optimizer steps
-    recipe: Recipe
-    rate_factor: float      # multiplies all learning rates
-    decay_factor: float     # multiplies Muon's weight decay
-
-    def apply(self, optimizers, step: int) -> float:
-        """Set learning rates, momentum and weight decay of a step. Returns the multiplier of the matrices' rate."""
-        r = self.recipe
-        lrm, adamw_lrm = (lr_multiplier(step, self.num_iterations, ratio, r.warmup_steps, r.final_lr_frac)
-                          for ratio in (r.warmdown_ratio, r.adamw_warmdown_ratio))
-        left = warmdown_left(step, self.num_iterations, r.warmdown_ratio)
-        momentum = momentum_at(step, left, r.muon_momentum, r.final_muon_momentum, r.momentum_steps)
-        apply_schedule(optimizers, step, self.num_iterations, lrm, momentum, adamw_lrm)
-        return lrm
-
-
 def choose(
-    settings: dict, matmul_parameters: int, flops_per_token: int, tokens_at_once: int, meta: dict | None
-) -> Chosen:
+    settings: dict, model: GPT, tokens_at_once: int, meta: dict | None
+) -> tuple[int, int, Recipe, float, float]:
     """
-    Decide for a run with these settings of scripts/base_train.py, and print what the settings leave open.
+    Decide for a run with these settings of scripts/base_train.py, and print what the settings leave open. Returns
+    tokens of an optimizer step over all ranks, optimizer steps, recipe, the factor of all learning rates, the factor of
+    Muon's weight decay.
 
     tokens_at_once: tokens of a micro-step over all ranks; a chosen batch is a multiple of it.
     meta: of the checkpoint to resume from. Its decisions stay, unless a setting says otherwise.
@@ -100,22 +85,26 @@ def choose(
     # 1. Horizon: tokens to train on, unless num_iterations gives the steps. Eight tokens a parameter is less than the
     #    twenty of Hoffmann et al. 2022, arXiv:2203.15556: nanochat found 8 to 12 best with Muon, over the parameters of
     #    matrices and head, as here. Not measured here on a GPU.
-    horizon = settings["target_param_data_ratio"] * matmul_parameters
+    horizon = settings["target_param_data_ratio"] * model.count_parameters("matrix", "head")
     if settings["target_flops"] > 0:
-        horizon = settings["target_flops"] / flops_per_token
-    if settings["num_iterations"] < 1 and horizon <= 0:
-        raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
+        horizon = settings["target_flops"] / model.estimate_flops()
+    num_iterations = settings["num_iterations"]
 
     # 2. Batch: by the rule above, unless it is given.
-    by_rule = choose_batch_size(settings["num_iterations"], horizon, tokens_at_once)
-    is_chosen = settings["total_batch_size"] == -1
     total_batch_size = settings["total_batch_size"]
+    is_chosen = total_batch_size == -1
     if is_chosen:
-        total_batch_size = meta["total_batch_size"] if meta else by_rule
+        total_batch_size = choose_batch_size(num_iterations, horizon, tokens_at_once)
+        if meta:
+            total_batch_size = meta["total_batch_size"]
 
     # 3. Steps: horizon and batch give their number, which gives the recipe.
-    num_iterations = choose_num_iterations(settings["num_iterations"], horizon, total_batch_size)
-    recipe = choose_recipe(settings, num_iterations, meta and meta["config"])
+    if num_iterations == -1:
+        num_iterations = round(horizon / total_batch_size)
+    if num_iterations < 1:
+        raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; lower that, "
+                        "or set num_iterations, target_flops or target_param_data_ratio")
+    recipe = choose_recipe(settings, model.config.n_layer, num_iterations, meta and meta["config"])
     print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asdict().items()))
 
     # 4. Rates: a chosen batch scales all rates; batch and horizon scale the decay. A given batch leaves the rates as
@@ -123,17 +112,15 @@ def choose(
     rate_factor, decay_factor = 1.0, 1.0
     if meta:
         rate_factor, decay_factor = meta["rate_scales"]
-    elif is_chosen:
-        rate_factor = rate_scale(total_batch_size)
-    if not meta and recipe.weight_decay and (is_chosen or settings["weight_decay"] == -1):
-        decay_factor = decay_scale(rate_factor, num_iterations)
+    else:
+        if is_chosen:
+            rate_factor = rate_scale(total_batch_size)
+        if recipe.weight_decay and (is_chosen or settings["weight_decay"] == -1):
+            decay_factor = decay_scale(rate_factor, num_iterations)
     if rate_factor != 1 or decay_factor != 1:
         print0(f"rates: all x {rate_factor:.4g} for this batch; "
                f"weight decay x {decay_factor:.4g} for batch and horizon")
-    if not meta and total_batch_size == by_rule and rate_factor != rate_scale(by_rule):
-        print0("rates: as set, as the batch is given; --total_batch_size=-1 chooses the same one, with all rates x "
-               f"{rate_scale(by_rule):.4g}")
-    return Chosen(total_batch_size, num_iterations, recipe, rate_factor, decay_factor)
+    return total_batch_size, num_iterations, recipe, rate_factor, decay_factor
 
 
 def rate_scale(batch: int) -> float:
@@ -162,15 +149,44 @@ def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> in
     if num_iterations > 0:
         batch = (REFERENCE_BATCH * (num_iterations / REFERENCE_TOKENS) ** BATCH_EXPONENT) ** (1 / (1 - BATCH_EXPONENT))
     else:
-        batch = REFERENCE_BATCH * (horizon / REFERENCE_TOKENS) ** BATCH_EXPONENT
+        batch = REFERENCE_BATCH * (max(horizon, 1) / REFERENCE_TOKENS) ** BATCH_EXPONENT
     batch = min(2 ** round(math.log2(batch)), LARGEST_BATCH)
     return max(round(batch / rows_unit), 1) * rows_unit
 
 
-def choose_num_iterations(num_iterations: int, horizon: float, total_batch_size: int) -> int:
-    """Optimizer steps of the run: num_iterations if positive, else from a horizon in tokens."""
-    steps = num_iterations if num_iterations > 0 else round(horizon / total_batch_size)
-    if steps < 1:
-        raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; "
-                        "lower that or set num_iterations")
-    return steps
+# ---- Micro-steps
+
+
+def rows_at_a_time(rows: int, ranks: int, most: int, pipeline_stages: int = 1) -> int:
+    """
+    Rows per rank and micro-step, at most `most`, for steps of `rows`. To keep micro-steps large, up to a tenth of a
+    step's places may stay empty if the ranks do not divide it. A pipeline has no empty places, and at least as many
+    micro-batches as stages. ranks: pipelines, if there are several stages.
+    """
+    for size in range(most, 1, -1):
+        micro_steps = math.ceil(rows / (ranks * size))
+        places = ranks * size * micro_steps
+        if pipeline_stages > 1:
+            if rows == places and micro_steps >= pipeline_stages:
+                return size
+        elif rows % size == 0 and rows >= 0.9 * places:
+            return size
+    return 1
+
+
+def accumulation_steps(
+    total_batch_size: int, device_batch_size: int, max_seq_len: int, ranks: int, pipeline_stages: int = 1
+) -> int:
+    """
+    Micro-steps per optimizer step on each rank. If the ranks do not divide the micro-batches, some ranks have no rows
+    in the last micro-step; not so in a pipeline. UserError for a batch that does not divide. ranks: pipelines, if there
+    are several stages.
+    """
+    pipelines = ranks if pipeline_stages > 1 else 1
+    unit = device_batch_size * max_seq_len * pipelines
+    if total_batch_size > 0 and total_batch_size % unit == 0:
+        return math.ceil(total_batch_size / (device_batch_size * max_seq_len * ranks))
+    nearest = max(total_batch_size // unit, pipeline_stages) * unit
+    raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {unit} = device_batch_size "
+                    f"{device_batch_size} x max_seq_len {max_seq_len} x {pipelines} pipeline(s); try "
+                    f"total_batch_size={nearest} or a smaller device_batch_size")

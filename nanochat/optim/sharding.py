@@ -240,9 +240,9 @@ class Sharding(ABC):
         self,
         loss: Tensor,
         count: Tensor | float = 1.0,
-        grad_clip: float = 0.0,
         stop: bool = False,
         save: bool = False,
+        grad_clip: float = 0.0,
     ) -> StepStats:
         """
         The one small collective of a step, after its last backward pass. After it every shard has its averaged
@@ -251,8 +251,8 @@ class Sharding(ABC):
         loss, count: of this rank's part of the batch. The mean loss is Σ loss / Σ count over ranks; the summed gradient
         is divided by Σ count, too. With count 1 that is the number of ranks: right if each rank back-propagates a mean
         over equally many targets. If their numbers of targets differ, back-propagate sums and count the targets.
-        grad_clip: largest norm of the averaged gradient, 0 for no limit.
         stop, save: whether this rank asks all to end the run, to save a checkpoint.
+        grad_clip: largest norm of the averaged gradient, 0 for no limit.
         """
         assert self.last, "each backward pass runs within accumulate(last=...), the last one of a step with last=True"
         self.last = False

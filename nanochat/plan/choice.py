@@ -8,8 +8,7 @@ import torch
 
 from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.optim.recipe import choose_batch_size
-from nanochat.optim.schedule import accumulation_steps
+from nanochat.optim.recipe import accumulation_steps, choose_batch_size
 from nanochat.plan.memory import GIB, shaped, split_into_stages, state_bytes
 from nanochat.plan.step_time import FP8_GPUS, step_time
 from nanochat.runtime.errors import UserError

@@ -54,7 +54,7 @@ def set_up_training(
     if compiled:
         compile_model(model)
     recipe = LONG_RUN if config.n_layer >= LARGE_DEPTH else Recipe()
-    return model, sharding, setup_optimizers(model, sharding, look_ahead=recipe.look_ahead)
+    return model, sharding, setup_optimizers(model, sharding, ema_nesterov=recipe.ema_nesterov)
 
 
 def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Tensor, micro_steps: int) -> None:

@@ -33,7 +33,7 @@ from nanochat.training.records import (
     MODEL_FILE,
     SCRIPTS,
     STAGES,
-    latest_checkpoints,
+    latest_checkpoint,
     list_steps,
     newest_step,
     read_meta,
@@ -158,16 +158,13 @@ def latest_stage(model_tag: str | None = None) -> str:
     The most recently trained stage of a model, or of any model (model_tag None): after a stage was trained again, later
     stages still come from its old model. UserError if there is none. Rank 0 only.
     """
-    latest = latest_checkpoints(STAGES, model_tag)
-    if not latest:
+    latest = latest_checkpoint(STAGES, model_tag)
+    if latest is None:
         name = f" {model_tag}" if model_tag else ""
         known = {tag for stage in STAGES for tag in list_tags(checkpoint_dir(stage, ""))}
         have = ", ".join(sorted(known)) or f"none; python -m {SCRIPTS['base']} makes one"
         raise UserError(f"no model{name} in {base_dir()}: there is {have}")
-    if len(latest) > 1:
-        print0(f"note: an older version saved {' and '.join(map(str, latest))} without a time; the last one is taken, "
-               "--source and --model_tag choose another")
-    return latest[-1].parts[-3].removesuffix("_checkpoints")
+    return latest.parts[-3].removesuffix("_checkpoints")
 
 
 def tasks_of(stage: str, model_tag: str) -> str:

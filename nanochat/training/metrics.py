@@ -17,7 +17,6 @@ from nanochat.runtime.collectives import from_rank0, rank_and_size
 from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
-from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import Stopped, vote
 from nanochat.training.checkpoint import newest_saved
 from nanochat.training.records import duration, read_metrics
@@ -26,21 +25,6 @@ from nanochat.training.records import duration, read_metrics
 EMA_DECAY = 0.9
 # A run ends after this many steps in a row without a finite loss and gradient: it will not recover.
 MAX_BAD_STEPS = 10
-MONTH = 30 * 86400  # seconds
-
-
-def require_wandb(run: str) -> None:
-    """UserError if a run asks for wandb, which is not installed or not logged in. Rank 0 only."""
-    if not run or not is_rank0():
-        return
-    try:
-        import wandb
-
-        wandb.login()
-    # A broken installation may raise anything.
-    except Exception as error:
-        raise UserError(f"run={run} needs wandb, which does not work here: {error}; `pip install wandb` and "
-                        "`wandb login`, set WANDB_MODE=offline, or leave out --run") from None
 
 
 class Metrics:
@@ -63,16 +47,13 @@ class Metrics:
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
         self.peak_flops = peak_flops * rank_and_size()[1]
         self.flops_per_token = flops_per_token
-        self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
+        self.state = state or {"ema": 0.0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested = self.save_requested = False
         self.bad_steps = 0
         self.pending: tuple[int, Tensor, torch.cuda.Event | None, dict] | None = None
         self.clock = time.perf_counter()
-        self.session_steps = 0        # of this process
-        self.session_seconds = 0.0    # without its first step
         self.wandb: Any = None
-        self.unwritten = ""  # records that are not written so far
-        self.kept: str | None = None  # records of earlier steps, until `begin_file`
+        self.early: str | None = ""   # the log's lines until `begin_file`; then None
         if start_step > num_iterations:
             raise UserError(f"this run would have {num_iterations} steps, but the checkpoint is at step {start_step}: "
                             f"--num_iterations={start_step} takes it as finished; --overwrite without --resume starts "
@@ -85,13 +66,18 @@ class Metrics:
         """Rank 0: read the log that a resumed run continues, and begin wandb's."""
         records = read_metrics(self.path) if self.path.exists() else []
         # Later steps will be logged again.
-        self.kept = "".join(json.dumps(record) + "\n" for record in records if record["step"] < start_step)
+        self.early = "".join(json.dumps(record) + "\n" for record in records if record["step"] < start_step)
         if run:
-            import wandb  # optional, and slow to import
+            try:
+                import wandb  # optional, and slow to import
 
-            # A resumed run continues under its id.
-            self.wandb = wandb.init(project="nanochat", name=run, config=config, id=self.state.get("wandb"),
-                                    resume="allow", dir=os.environ.get("WANDB_DIR") or base_dir())
+                # A resumed run continues under its id.
+                self.wandb = wandb.init(project="nanochat", name=run, config=config, id=self.state.get("wandb"),
+                                        resume="allow", dir=os.environ.get("WANDB_DIR") or base_dir())
+            # A broken installation may raise anything.
+            except Exception as error:
+                raise UserError(f"run={run} needs wandb, which does not work here: {error}; `pip install wandb` and "
+                                "`wandb login`, set WANDB_MODE=offline, or leave out --run") from None
             self.state["wandb"] = self.wandb.id
 
     @contextlib.contextmanager
@@ -117,11 +103,9 @@ class Metrics:
         """UserError on every rank after MAX_BAD_STEPS bad steps in a row: it names the last good checkpoint."""
         if self.bad_steps >= MAX_BAD_STEPS:
             raise UserError(f"loss or gradient not finite in {MAX_BAD_STEPS} steps in a row, up to step {step}; "
-                            f"{newest_saved(self.path.parent)}; try lower learning rates, a longer warmup or "
-                            "grad_clip=1")
+                            f"{newest_saved(self.path.parent)}; try lower learning rates or a longer warmup")
 
-    def log_step(self, step: int, values: Tensor, lrm: float, tokens: int = 0,
-                 flops_left_out: int = 0) -> None:
+    def log_step(self, step: int, values: Tensor, lrm: float, tokens: int = 0, flops_left_out: int = 0) -> None:
         """
         Log a finished optimizer step. values: (5,) mean loss, gradient norm, 1 if both are finite, ranks that ask to
         stop and to save. tokens: over all ranks, if they differ from step to step. flops_left_out: by this rank; others
@@ -161,104 +145,74 @@ class Metrics:
         state, dt = self.state, record["train/dt"]
         self.stop_requested |= stops > 0
         self.save_requested |= saves > 0
-        self.bad_steps = 0 if ok else self.bad_steps + 1
-        if ok:
-            state["ema"] = EMA_DECAY * state["ema"] + (1 - EMA_DECAY) * loss
-            state["ema_steps"] += 1
-        else:
-            state["skipped"] += 1
         state["elapsed"] += dt
-        # The first step of a session compiles: its time says nothing about later ones.
-        if self.session_steps:
-            self.session_seconds += dt
-        self.session_steps += 1
         if ok:
+            self.bad_steps = 0
+            state["ema"] = EMA_DECAY * state["ema"] + (1 - EMA_DECAY) * loss
             record |= {"train/loss": loss, "train/grad_norm": norm}
         else:
+            self.bad_steps += 1
+            state["skipped"] += 1
             record["train/skipped"] = state["skipped"]
+            print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite "
+                   f"({state['skipped']} so far)")
         self.log(step, record)
-        smoothed = math.nan
-        if state["ema_steps"]:
-            smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"])
-        left = "?"  # nothing can be said after the first step
-        if self.session_steps > 1:
-            left = duration(self.session_seconds / (self.session_steps - 1) * (self.num_iterations - step - 1))
+        # The average began at zero; without any finite loss it is still unknown.
+        weight = 1 - EMA_DECAY ** (step + 1 - state["skipped"])
+        smoothed = state["ema"] / weight if weight else math.nan
+        # Too long at first: the first step compiles.
+        left = state["elapsed"] / (step + 1) * (self.num_iterations - step - 1)
         print0(
             f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | "
             f"smoothed loss {smoothed:.4f} | lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | "
             f"{record['train/tok_per_sec']:,.0f} tok/s | mfu {100 * record['train/mfu']:.1f}% | "
-            f"{duration(state['elapsed'])} done, {left} left"
+            f"{duration(state['elapsed'])} done, {duration(left)} left"
         )
-        if not ok:
-            print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite "
-                   f"({state['skipped']} so far)")
 
-    def log_validation(self, step: int, bpb: float, floor: float | None = None, of: str = "") -> None:
-        """
-        floor: entropy of the corpus in bits per byte, if known. of: one of the run's further data sets, whose
-        validation does not count as the run's.
-        """
-        best = self.state["min_val_bpb"]
-        if not of:
-            self.state["min_val_bpb"] = bpb if best is None else min(best, bpb)
-        name = f" of {of}" if of else ""
-        self.log(step, {f"val/bpb{name}": bpb} | ({"val/floor": floor} if floor and not of else {}))
-        print0(f"step {step:05d}/{self.num_iterations:05d} | validation{name} {bpb:.4f} bits per byte")
+    def log_validation(self, step: int, bpb: float, floor: float | None = None) -> None:
+        """floor: entropy of the corpus in bits per byte, if known."""
+        self.state["min_val_bpb"] = min(bpb, self.state["min_val_bpb"] or math.inf)
+        values = {"val/bpb": bpb}
+        if floor:
+            values["val/floor"] = floor
+        self.log(step, values, f"validation {bpb:.4f} bits per byte")
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Log measurements; names are <kind>/<what>, and a step has one record per kind."""
+    def log(self, step: int, values: dict[str, Any], line: str = "") -> None:
+        """Log measurements; names are <kind>/<what>, and a step has one record per kind. line: printed after them."""
+        if line:
+            print0(f"step {step:05d}/{self.num_iterations:05d} | {line}")
         if not is_rank0():
             return
-        warned = bool(self.unwritten)
-        self.unwritten += json.dumps({"step": step, "time": time.time()} | values) + "\n"
-        try:
-            if self.kept is None:
+        record = json.dumps({"step": step, "time": time.time()} | values) + "\n"
+        if self.early is not None:
+            self.early += record
+        else:
+            try:
                 with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(self.unwritten)
-                self.unwritten = ""
-        # Usually a full disk: a line is worth less than the run.
-        except OSError as error:
-            if not warned:
-                print0(f"warning: {self.path} cannot be written: {error.strerror}; the run goes on, and writes it "
-                       f"when it can; {newest_saved(self.path.parent)}")
-                # Part of the line may be on the disk: the next try begins a new line.
-                self.unwritten = "\n" + self.unwritten
+                    file.write(record)
+            # Usually a full disk: the run is worth more than a line.
+            except OSError as error:
+                print0(f"warning: {self.path} lacks a line: {error.strerror}; {newest_saved(self.path.parent)}")
         if self.wandb:
             self.wandb.log(values, step=step)
 
     def begin_file(self) -> None:
         """Rank 0: from here the file is the log of this run."""
-        write_text(self.path, self.kept + self.unwritten)
-        self.kept, self.unwritten = None, ""
+        write_text(self.path, self.early)
+        self.early = None
 
     def results(self) -> dict[str, float | str]:
         """The rows of a training stage in the summary of the report."""
-        return {"training minutes": self.state["elapsed"] / 60, "peak memory, GiB": peak_memory(),
-                "best validation bits per byte": self.state["min_val_bpb"] or "-"}
+        rows = {"training minutes": self.state["elapsed"] / 60, "peak memory, GiB": peak_memory()}
+        if self.state["min_val_bpb"] is not None:
+            rows["best validation bits per byte"] = self.state["min_val_bpb"]
+        return rows
 
     def close(self) -> None:
         self.flush()
         print0(f"peak memory: {peak_memory():.1f} GiB")
         if self.wandb:
             self.wandb.finish()
-
-
-def announce_length(depth: int, steps: int, tokens: int, flops_per_token: int, device: torch.device,
-                    dtype: torch.dtype, ranks: int, wanted: bool) -> None:
-    """
-    Print how long a run is, at the peak rate of every rank. wanted: the user set its number of steps, or it has already
-    begun; otherwise more than a month on a CPU is a UserError.
-    """
-    flops = tokens * flops_per_token
-    peak = peak_flops(device, dtype)
-    seconds = flops / (peak * ranks)
-    rate = f"{peak / 1e12:,.2f} TFLOP/s" if peak > 1e11 else f"{peak / 1e9:,.2f} GFLOP/s"
-    print0(f"run: {steps:,} steps, {tokens:,} tokens, {flops:.2e} FLOPs, at least {duration(seconds)}, "
-           f"at the peak of {rate} per rank")
-    if device.type == "cpu" and seconds > MONTH and not wanted:
-        raise UserError(f"depth={depth} would train for {duration(seconds)} here, or longer; python -m scripts.doctor "
-                        "says what fits, and without --depth a model is chosen that suits a CPU; --num_iterations=… "
-                        "trains it all the same")
 
 
 def peak_memory() -> float:

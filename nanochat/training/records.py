@@ -17,8 +17,7 @@ STEPS_LOG, ESTIMATE = "once/steps.jsonl", "once/estimate.json"
 def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl in order of steps. A line that a kill cut short is left out."""
     records = []
-    # Each line once: after a full disk a line may have been written twice.
-    for line in dict.fromkeys(path.read_text(encoding="utf-8").splitlines()):
+    for line in path.read_text(encoding="utf-8").splitlines():
         # The resumed run wrote the step of a broken line again, on a line of its own.
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
@@ -56,20 +55,24 @@ def unfinished(checkpoint: Path) -> str:
     return f"step {meta['step']} of {steps}" if meta["step"] < steps else ""
 
 
+def origin_of(meta: dict) -> str:
+    """`describe_checkpoint` of the other model's checkpoint that a run began with; "" if it began from nothing."""
+    return meta.get("origin") or meta.get("data_state", {}).get("origin", "")
+
+
 def describe_checkpoint(checkpoint: Path) -> str:
     """Name of a checkpoint and sum of its weights: "sft_checkpoints/d4/step_000100 (0123456789abcdef)"."""
     sums = json.loads((checkpoint / "manifest.json").read_bytes())
     return f"{'/'.join(checkpoint.parts[-3:])} ({sums[MODEL_FILE][:16]})"
 
 
-def latest_checkpoints(stages: Iterable[str], model_tag: str | None, only_finished: bool = False) -> list[Path]:
+def latest_checkpoint(stages: Iterable[str], model_tag: str | None, only_finished: bool = False) -> Path | None:
     """
-    The checkpoint that was saved last by these stages, of one model or of any (None); [] for none. Several if they do
-    not say which was: version 0.1.0 kept no time. Then the furthest stage comes last.
+    The checkpoint that was saved last by these stages, of one model or of any (model_tag None).
 
     Times of files say nothing, as a copy has new ones. A checkpoint that another one was trained from is the older of
-    the two, whatever a clock said; otherwise the time in meta.json decides. Without times a stage is the older one if
-    the model it was trained from has been replaced. only_finished: leave out models whose run is not at its end.
+    the two, whatever a clock said; otherwise the time in meta.json decides. Version 0.1.0 kept none: of its checkpoints
+    the furthest stage's is the last. only_finished: leave out models whose run is not at its end.
     """
     found: dict[str, dict] = {}  # by `describe_checkpoint`: meta of each stage's newest checkpoint, with its path
     for stage in stages:
@@ -82,23 +85,10 @@ def latest_checkpoints(stages: Iterable[str], model_tag: str | None, only_finish
                     if not only_finished or not unfinished(path):
                         found[describe_checkpoint(path)] = read_meta(path) | {"path": path}
                     break
-
-    def origin(meta: dict) -> str:
-        return meta.get("data_state", meta).get("origin", "")
-
-    def is_current(meta: dict) -> bool:
-        """Whether no model that this one descends from has been replaced by another."""
-        name = origin(meta)
-        if name in found:
-            return is_current(found[name])
-        return not any(known.startswith(name.rpartition("/")[0] + "/") for known in found)
-
-    def rank(meta: dict) -> tuple[float, bool]:
-        return meta.get("saved", 0.0), is_current(meta)
-
-    trained_from = set(map(origin, found.values()))
+    trained_from = {origin_of(meta) for meta in found.values()}
     last = [meta for name, meta in found.items() if name not in trained_from]
-    return [meta["path"] for meta in last if rank(meta) == max(map(rank, last))]
+    last.sort(key=lambda meta: meta.get("saved", 0.0))
+    return last[-1]["path"] if last else None
 
 
 def models_trained_with(fingerprint: str) -> str:

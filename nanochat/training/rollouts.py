@@ -1,11 +1,10 @@
-"""Rollouts for reinforcement learning: sampled answers, their rewards and advantages; how much a run improved."""
-import math
+"""Rollouts for reinforcement learning: sampled answers, their rewards and advantages."""
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean
 
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.task_eval import accuracy, generate_answers
+from nanochat.eval.task_eval import generate_answers
 from nanochat.inference.detokenizer import answer_text
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
@@ -56,16 +55,3 @@ def rollout_stats(rollouts: list[Rollout]) -> dict[str, float]:
         "rl/trained_on": fmean(rollout.advantage != 0 for rollout in rollouts),
         "rl/cut": fmean(rollout.cut for rollout in rollouts),
     }
-
-
-def describe_change(before: list[list[bool]], after: list[list[bool]]) -> str:
-    """How pass@1 changed on the same problems, in words, with a 95% interval from the problems' own differences."""
-    differences = [fmean(b) - fmean(a) for a, b in zip(before, after, strict=True)]
-    change = fmean(differences)
-    margin = math.nan
-    if len(differences) > 1:
-        # 1.96 standard errors of a normal distribution.
-        margin = 1.96 * stdev(differences) / math.sqrt(len(differences))
-    return (f"pass@1 from {accuracy(before):.1%} to {accuracy(after):.1%}, {100 * change:+.1f} points, "
-            f"95% interval {100 * (change - margin):+.1f} to {100 * (change + margin):+.1f}, "
-            f"paired over {len(differences):,} problems")

@@ -22,10 +22,12 @@ from nanochat.runtime.console import is_rank0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.tables import cell, markdown_table
+from nanochat.training.records import SCRIPTS
 
 # Sections come in this order: each model's evaluation after its training.
 ORDER = ("data", "tokenizer", "base_train", "base_eval", "chat_eval_base", "mid_train", "chat_eval_mid", "chat_sft",
          "chat_eval_sft", "chat_rl", "chat_eval_rl")
+
 
 def section_path(stage: str, data: str | None, model_tag: str) -> Path:
     """With several data sets, sections are in the first one's folder."""
@@ -34,22 +36,18 @@ def section_path(stage: str, data: str | None, model_tag: str) -> Path:
 
 
 def write_section(stage: str, title: str, body: str, model: str = "", results: dict[str, float | str] | None = None, *,
-                  data: str | None, model_tag: str = "", metrics: Path | None = None,
-                  floor: float | None = None) -> None:
+                  data: str | None, model_tag: str = "") -> None:
     """
     Keep a stage's section for the report; it replaces the stage's earlier one. Rank 0 only.
 
     stage: a name in ORDER.   body: markdown.   results: the column of `model` ("base", "mid", …) in the summary table.
     data: the data set it is about, or that its model was trained on; None if unknown (an imported model).
-    metrics: the run's metrics.jsonl, to plot.   floor: entropy of the corpus in bits per byte, drawn beside validation.
     """
-    if not is_rank0():
-        return
-    section = {"stage": stage, "title": title, "body": body, "model": model, "results": results or {}, "floor": floor,
-               # Relative, so that the base folder may move.
-               "metrics": os.path.relpath(metrics, base_dir()) if metrics else None, "made": provenance()}
-    text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
-    write_text(section_path(stage, data, model_tag), text)
+    if is_rank0():
+        section = {"stage": stage, "title": title, "body": body, "model": model, "results": results or {},
+                   "made": provenance()}
+        text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
+        write_text(section_path(stage, data, model_tag), text)
 
 
 def remove_sections(stage: str, data: str | None, model_tag: str) -> None:
@@ -72,21 +70,18 @@ def generate(model_tag: str = "") -> Path:
     if not chosen:
         known = ", ".join(sorted({path.parent.name for path in paths})) or "none; a stage writes one as it ends"
         raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}")
-    # Each section begins with its date. A copied file's own time says nothing.
-    model = max(chosen, key=made).parent
+    # Each section has its date. A copied file's own time says nothing.
+    model = max(chosen, key=lambda path: json.loads(path.read_bytes())["made"]).parent
     files = {path.stem: path for path in [*model.parent.glob("*.json"), *model.glob("*.json")]}
     sections = [json.loads(files[stage].read_bytes()) for stage in ORDER if stage in files]
     parts = ["# nanochat report", f"- Model: {model.name} (trained on {model.parent.name})", summary(sections)]
     for section in sections:
         parts += [f"## {section['title']}", f"*{section['made']}*", section["body"].strip()]
-        if section["metrics"]:
-            parts.append(plot_section(section["stage"], base_dir() / section["metrics"], section["floor"], folder))
-    write_text(folder / "report.md", "\n\n".join(part for part in parts if part) + "\n")
+        if f"scripts.{section['stage']}" in SCRIPTS.values():
+            metrics = base_dir() / f"{section['model']}_checkpoints" / model.name / "metrics.jsonl"
+            parts.append(plot_section(section["stage"], metrics, folder))
+    write_text(folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
     return folder / "report.md"
-
-
-def made(section: Path) -> str:
-    return json.loads(section.read_bytes())["made"]
 
 
 def summary(sections: list[dict]) -> str:

@@ -11,7 +11,7 @@ from nanochat.optim.sharding import Sharding, StepStats
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import after_first_step
+from nanochat.runtime.distributed import after_first_step, compute_cleanup
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.training.checkpoint import SCRIPTS
@@ -42,8 +42,8 @@ class Session:
             self.step, metrics_state = resumed["step"], resumed["metrics_state"]
             steps = resumed["num_iterations"]
             if self.step < num_iterations != steps:
-                print0(f"the run has {num_iterations} steps now, it had {steps}: learning rates, momentum, weight "
-                       f"decay and look-ahead follow from that number, and may jump at step {self.step}")
+                print0(f"the run has {num_iterations} steps now, it had {steps}: learning rates, momentum and weight "
+                       f"decay follow from that number, and may jump at step {self.step}")
         model = sharding.model
         if set_compile(settings["compile"], sharding.device.type):
             compile_model(model)
@@ -114,11 +114,15 @@ class Session:
         if self.stopped:
             self.stop.end(self.step)
 
-    def report(self, title: str, results: dict, note: str = "", floor: float | None = None) -> None:
-        """After the end: write the stage's section of the report (note, then settings), print how to try its model."""
+    def report(self, title: str, results: dict) -> None:
+        """
+        After the end: write the stage's section of the report, print how to try its model, and
+        leave the other ranks.
+        """
         model_tag = self.saver.folder.name
         if origin := self.meta.get("origin"):
             results = {"begun with the weights of": origin} | results
-        write_section(self.section, title, note + settings_table(self.settings), self.stage, results,
-                      data=self.meta["data"], model_tag=model_tag, metrics=self.metrics.path, floor=floor)
+        write_section(self.section, title, settings_table(self.settings), self.stage, results,
+                      data=self.meta["data"], model_tag=model_tag)
         print0(f"talk to it: python -m scripts.chat_cli --source={self.stage} --model_tag={model_tag}")
+        compute_cleanup(self.stop)

@@ -16,30 +16,26 @@ from nanochat.optim.sharding import Shard, StepStats
 from nanochat.runtime.compiling import in_one_pass
 
 DECAY = 0.99
-# The part of a run in which weights look ahead: early moves say little about later ones, and in the warmdown the
-# weights come to rest. Steps 500 to 2,400 of 3,150 in modded-nanogpt's pull request 308, 300 to 1,950 of 2,900 in 309.
-WINDOW = 0.15, 0.75
 
 
-def look_ahead(master: Tensor, average: Tensor, weight: Tensor, distance: Tensor) -> None:
+def move_ahead(master: Tensor, average: Tensor, weight: Tensor, distance: Tensor) -> None:
     """One step in place on any range of elements, all float32; with weight 0 nothing changes. distance: the β above."""
     move = (master - average) * weight
     average.add_(move)
     master.addcmul_(move, distance)
 
 
-class LookAhead:
+class EMANesterov:
     """
     The last optimizer of a step, on a rank's shards, elementwise like AdamW. The weights after it are the run's: they
-    are sent, evaluated and saved. Outside WINDOW it does not change them.
+    are sent, evaluated and saved. With a rate of 0 it only averages them.
     """
 
-    kind = "look_ahead"
+    kind = "look_ahead"  # the name of its state in checkpoints, of older versions as well
 
     def __init__(self, shards: list[Shard], distance: float):
         """distance: β at the highest learning rate; β falls with the rate."""
-        self.param_groups: list[dict[str, Any]] = [
-            {"shards": shards, "lr": distance, "initial_lr": distance, "window": WINDOW}]
+        self.param_groups: list[dict[str, Any]] = [{"shards": shards, "lr": distance, "initial_lr": distance}]
         # Starts as the run's initial weights.
         self.state = {"average": {s.name: s.master.clone() for s in shards}}
         self.owned: dict[str, dict[str, Tensor]] = {}
@@ -52,4 +48,4 @@ class LookAhead:
         weight = (1 - DECAY) * stats.ok
         distance = stats.ok.new_full((), group["lr"])
         for s in group["shards"]:
-            in_one_pass(look_ahead, s.master, self.state["average"][s.name], weight, distance)
+            in_one_pass(move_ahead, s.master, self.state["average"][s.name], weight, distance)
