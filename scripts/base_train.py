@@ -196,8 +196,7 @@ pipeline.connect(model, sharding, micro_batches, device_batch_size)
 while True:
     step = session.step
 
-    # --- checkpoint of the parameters before this step, if one is due. The Session also saves them if an error, such as
-    # one in an evaluation, ends all ranks before the next update (not on zero_stage 3: that needs working collectives)
+    # --- checkpoint of the parameters before this step, if one is due
     session.save_if_due(data_state=data_state)
     if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
@@ -258,15 +257,14 @@ while True:
     count = filled if pipeline.is_last else 0.0
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
     lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
-    # An error in here saves nothing, because parameters are half updated. It ends with session.step += 1.
-    with session.update(stats, lrm):
-        for optimizer in optimizers:
-            optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
-        sharding.all_gather_params()
+    for optimizer in optimizers:
+        optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
+    sharding.all_gather_params()
+    session.end_step(stats, lrm)  # session.step += 1; on a GPU the host reads the numbers of the step before
 
 # ---- End
 train_loader.close()
 session.end()  # a run that was stopped exits here
 results = {"parameters": f"{parameters:,}", "tokens trained on": f"{total_tokens:,}"} | metrics.results()
 session.report("Base model: pretraining", results, floor=floor)
-compute_cleanup(session.stop)
+compute_cleanup(session.stop.asked)

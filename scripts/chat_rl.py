@@ -185,10 +185,10 @@ while True:
     # Neither optimizer depends on the gradient's scale. Fewer answers make it noisier, so the rate is smaller.
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
-    with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
-        for optimizer in optimizers:
-            optimizer.step(stats)
-        sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    for optimizer in optimizers:
+        optimizer.step(stats)
+    sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    session.end_step(stats, lrm, step_tokens)
     all_reduce_sum(off)
     rewards["rl/sampler_off"] = float(off[0] / off[1].clamp(min=1))
     metrics.log(step, rewards)
@@ -207,4 +207,4 @@ if eval_every > 0 and right_before:
     results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
     results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right, 1):.1%}"
 session.report("Reinforcement learning", results, note)
-compute_cleanup(session.stop)
+compute_cleanup(session.stop.asked)

@@ -195,12 +195,12 @@ while True:
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
-    with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
-        for optimizer in optimizers:
-            optimizer.step(stats)
-        sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    for optimizer in optimizers:
+        optimizer.step(stats)
+    sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    session.end_step(stats, lrm, step_tokens)
 
 # ---- End
 session.end()
 session.report("Supervised fine-tuning", metrics.results())
-compute_cleanup(session.stop)
+compute_cleanup(session.stop.asked)

@@ -29,12 +29,12 @@ from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, s
 from nanochat.plan.step_time import FLASH2, FP8_GPUS, step_time
 from nanochat.plan.traffic import Collective, collectives
 from nanochat.runtime.errors import did_you_mean
-from nanochat.runtime.flops import Gpu, datasheet_gpu, datasheet_peak
+from nanochat.runtime.flops import Gpu, datasheet_gpu
 from nanochat.runtime.tables import markdown_table
 
 BF16 = torch.bfloat16
 LENGTH = 2048  # tokens of a row
-RATE = datasheet_peak("H100") / 2
+RATE = datasheet_gpu("H100").peak / 2
 CONFIGS = {arch: config_from_depth(20, 65536, LENGTH, arch=arch) for arch in ("classic", "modern")}
 
 

@@ -12,9 +12,10 @@ from statistics import fmean
 import pytest
 import torch
 from conftest import make_sums, run_module
-from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
+from ranks import run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
+from warm_python import Job
 
 from nanochat.data.conversation_loader import shuffled
 from nanochat.eval import loss_eval

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Job, run_on_ranks
+from ranks import run_on_ranks
+from warm_python import Job
 
 from nanochat.data import conversation_loader as loader_module
 from nanochat.data.batch_shape import BatchShape

@@ -11,16 +11,18 @@ import signal
 import socket
 import subprocess
 import termios
-import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, warm_python
-from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
+from conftest import ALL_PIECES, REPO, make_sums, warm_python
+from ranks import run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
+from warm_python import Job
 
 from nanochat.corpus.make_dataset import make
+from nanochat.runtime import distributed
 from nanochat.training.checkpoint import problem_with
 from nanochat.training.records import read_metrics
 
@@ -219,23 +221,27 @@ def test_a_bad_step_is_nobodys_update(base):
 # ---- Real kills, under torchrun
 
 def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None,
-              by: int = signal.SIGKILL, beat: float = 5, **settings) -> Job:
+              by: int = signal.SIGKILL, environment: dict | None = None, **settings) -> Job:
     settings = {"num_iterations": STEPS, "save_every": 4} | settings
-    return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill, by, beat)
+    return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill, by, **(environment or {}))
 
 
-@pytest.mark.parametrize("by, said", [
-    (signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "silent for 8 s: its process was stopped")])
-def test_a_rank_that_dies_is_brought_back_by_torchrun(base, tmp_path, undisturbed, by, said):
+def wait_less() -> None:
+    distributed.TRAINING_TIMEOUT = timedelta(seconds=10)
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_falls_silent_is_brought_back_by_torchrun(base, tmp_path, undisturbed, by):
     """
-    In mid-step. A stopped rank is named and ended by the process beside it. With --max-restarts the same command ends,
+    In mid-step; a stopped rank when the others' collective has timed out. With --max-restarts the same command ends,
     and matches the undisturbed run.
     """
-    tag = by.name
-    job = start_job(tmp_path / "log", tag, ("--max-restarts=1",), ("1", folder(base, tag) / "step_000012"), by, 1)
-    assert job.end() == 0 and said in job.text(), job.text()
+    environment = {"CHANGE": f"{__name__}.{wait_less.__name__}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    job = start_job(tmp_path / "log", by.name, ("--max-restarts=1",), ("1", folder(base, by.name) / "step_000012"), by,
+                    environment)
+    assert job.end() == 0, job.text()
     assert re.search(r"resuming from .*step_0000(08|12|16|20|24)", job.text())
-    assert_same_run(base, undisturbed, tag, STEPS)
+    assert_same_run(base, undisturbed, by.name, STEPS)
 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
@@ -251,16 +257,6 @@ def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, 
     assert f"warning: {newest}: optimizer_rank_00001.safetensors does not match its checksum" in printed
     assert "resuming from" in printed and not list(folder(base, "saving").glob(".step*"))
     assert_same_run(base, undisturbed, "saving", STEPS)
-
-
-def test_an_evaluation_that_fails_on_all_ranks_costs_no_step(base, tmp_path, undisturbed):
-    """At step 6, where no save is due; the error is told once, and the resumed run is the undisturbed one."""
-    broken_bundle(base)
-    job = start_job(tmp_path / "log", "failed", save_every=-1, core_metric_every=6)
-    assert job.end() == 1 and job.text().count("error: ") == 1 and "broken.jsonl: a line" in job.text(), job.text()
-    assert [path.name for path in folder(base, "failed").glob("step_*")] == ["step_000006"]
-    train(2, "failed", resume="auto", num_iterations=STEPS)
-    assert_same_run(base, undisturbed, "failed", STEPS)
 
 
 def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
@@ -332,7 +328,7 @@ def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
 
 
 def test_a_disk_that_only_rank_0_finds_read_only_is_one_line(base, tmp_path, monkeypatch):
-    """The other rank waits for it, and must not report a lost connection. Before: where each rank is."""
+    """The other rank waits for it, and must not report a lost connection."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(disk)]).returncode:
@@ -347,9 +343,7 @@ def test_a_disk_that_only_rank_0_finds_read_only_is_one_line(base, tmp_path, mon
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     [line] = re.findall("^error: .*", job.text(), re.MULTILINE)
-    assert line.startswith(f"error: Read-only file system: {disk}/") and "free space" not in line
-    assert "rank 1:" not in job.text() and "onnection" not in job.text()
-    assert f"ranks 0 to 1 on {socket.gethostname()} (local ranks 0 to 1)\n" in job.text()
+    assert f"Read-only file system: {disk}/" in line and "onnection" not in job.text()
 
 
 def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
@@ -370,47 +364,3 @@ def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 130 and "SIGINT: finishing this step" in printed, printed
     assert re.search(r"saved .*step_\d{6}\n", printed) and "--resume=auto continues" in printed
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
-WAITS = """
-import hashlib, os, signal, sys, time, torch.distributed as dist
-from nanochat.runtime import stopping
-stopping.STUCK_AFTER = 1
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-stopping.StopRequest()
-others = []
-signal.signal(signal.SIGUSR1, lambda *_: others.append(1))
-print(os.getpid(), flush=True)
-while "usr1" in sys.argv[1] and not others:
-    time.sleep(0.01)
-print("heard", flush=True)
-hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if "stuck" in sys.argv[1] else time.sleep(3)
-"""
-
-
-@pytest.mark.parametrize("how, status", [("stuck", 1), ("alive", 0), ("usr1, alive", 0), ("usr1, stuck", 1)])
-def test_a_signal_ends_a_rank_that_waits_for_ever(how, status):
-    """
-    Inside native code, as in a collective on a GPU whose other rank is dead, Python's handler never runs. A rank that
-    gets to its handler is left alone, and so is one that got a signal of somebody else's, which asks for no end; after
-    that the next SIGTERM still counts.
-    """
-    process = subprocess.Popen([warm_python(), "-c", WAITS, how], cwd=REPO, text=True, stdout=subprocess.PIPE)
-    pid = int(process.stdout.readline())
-    if "usr1" in how:
-        process.send_signal(signal.SIGUSR1)
-        assert process.stdout.readline() == "heard\n"
-    began = cpu_seconds(pid)
-    while "stuck" in how and cpu_seconds(pid) < began + 0.2:  # then it is inside the native code
-        time.sleep(0.01)
-    if how != "usr1, alive":
-        process.send_signal(signal.SIGTERM)
-    try:
-        assert process.wait(timeout=300) == status
-    finally:
-        process.kill()

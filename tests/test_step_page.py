@@ -11,7 +11,7 @@ from conftest import REPO
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
 from nanochat.plan.memory import split_into_stages, state_bytes
-from nanochat.runtime.flops import datasheet_peak
+from nanochat.runtime.flops import datasheet_gpu
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
 CHROMIUM = shutil.which("chromium")
@@ -50,7 +50,7 @@ def test_its_numbers_are_the_planners(page):
         cluster = Cluster(hosts * per_host, per_host, LINKS[within], LINKS[between])
         layout = Layout(stage, shards, 8, micro_steps, pipeline_stages=stages)
         expected = plan_step(
-            config, cluster, layout, datasheet_peak("H100") / 2, torch.bfloat16, 8 * 2048 * micro_steps * ranks)
+            config, cluster, layout, datasheet_gpu("H100").peak / 2, torch.bfloat16, 8 * 2048 * micro_steps * ranks)
         choice = {"stage": stage, "pipeline": stages, "hosts": hosts, "perHost": per_host, "share": share,
                   "microSteps": micro_steps, "rows": 8, "depth": depth, "within": within, "between": between}
         found = page.evaluate("choice => refusal(settled(choice)) || plan(settled(choice))", choice)

@@ -37,11 +37,6 @@ def datasheet_gpu(name: str) -> Gpu:
     raise UserError(f"gpu={name} is not in the table; expected one of {', '.join(PEAK_BF16)}")
 
 
-def datasheet_peak(gpu: str) -> float:
-    """Dense bf16 FLOP/s of a GPU by its name in the table, in any case."""
-    return datasheet_gpu(gpu).peak
-
-
 def gpu_here(device: torch.device) -> Gpu:
     """The device's datasheet rates; a device that is not in the table gets an H100's ratio of bytes to FLOPs."""
     peak = peak_flops(device, torch.bfloat16)

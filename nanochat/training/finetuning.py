@@ -14,18 +14,17 @@ from nanochat.optim.sharding import Sharding
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.collectives import from_rank0, rank_and_size
 from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import was_begun
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import (
     changed_settings,
     checkpoint_dir,
     choose_start,
     find_checkpoint,
-    launchers,
     list_steps,
     load_checkpoint,
     model_dir,
     read_meta,
-    wrote,
 )
 from nanochat.training.records import describe_checkpoint, unfinished
 from nanochat.training.resharding import load_training_state, stored_weights
@@ -76,7 +75,7 @@ def find_start(stage: str, source: str, settings: dict) -> Start:
     # `require_same_data` compares the origin: the checkpoint that the run would begin with now. If that is gone, or
     # torchrun restarted the run (which need not stop if the source was trained further), the old origin is kept.
     meta = read_meta(interrupted)
-    if wrote(launchers(), meta) or not from_rank0(list_steps, source_dir):
+    if from_rank0(was_begun) or not from_rank0(list_steps, source_dir):
         origin = meta["data_state"]["origin"]
     else:
         origin = from_rank0(describe_checkpoint, find_checkpoint(source_dir, source_step, training=False))
