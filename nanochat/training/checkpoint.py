@@ -71,11 +71,6 @@ def newest_saved(folder: Path) -> str:
     return f"the newest saved step is {newest}" if newest else f"no step is saved in {folder}"
 
 
-def has_training_state(checkpoint: Path) -> bool:
-    """Whether a run can resume from the checkpoint: an import has weights only."""
-    return any(checkpoint.glob("optimizer_rank_*.safetensors"))
-
-
 # ---- Finding: a checkpoint is verified before it is loaded
 
 
@@ -137,10 +132,9 @@ def model_dir(source: str, model_tag: str | None) -> Path:
     if model_tag is not None:
         return folder
     tags = from_rank0(list_tags, folder)
-    if not tags:
-        raise UserError(f"0 models in {folder}: python -m {SCRIPTS[source]} makes one")
-    if len(tags) > 1:
-        raise UserError(f"{len(tags)} models in {folder}: {', '.join(tags)}; choose one with --model_tag")
+    if len(tags) != 1:
+        have = ", ".join(tags) or f"python -m {SCRIPTS[source]} makes one"
+        raise UserError(f"{len(tags)} models in {folder}: {have}; --model_tag chooses one")
     return folder / tags[0]
 
 
@@ -163,9 +157,7 @@ def latest_stage(model_tag: str | None = None) -> str:
     latest = latest_checkpoints(STAGES, model_tag)
     if not latest:
         name = f" {model_tag}" if model_tag else ""
-        known = {tag for stage in STAGES for tag in list_tags(checkpoint_dir(stage, ""))}
-        have = ", ".join(sorted(known)) or f"none; python -m {SCRIPTS['base']} makes one"
-        raise UserError(f"no model{name} in {base_dir()}: there is {have}")
+        raise UserError(f"no model{name} in {base_dir()}: python -m {SCRIPTS['base']} makes one")
     if len(latest) > 1:
         print0(f"note: an older version saved {' and '.join(map(str, latest))} without a time; the last one is taken, "
                "--source and --model_tag choose another")
@@ -185,8 +177,6 @@ def tasks_of(stage: str, model_tag: str) -> str:
 def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:
     """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in; on "meta" without weights."""
     meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)
-    if tokenizer.fingerprint != meta["tokenizer"]:
-        raise UserError(f"{checkpoint}: the tokenizer there is not the one the model was trained with")
     model = model_without_memory(GPTConfig(**meta["model_config"]))
     if device.type != "meta":
         model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
@@ -205,7 +195,7 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
     if not steps:
         return None
     checkpoint = find_checkpoint(folder, among=steps)
-    if not has_training_state(checkpoint):
+    if not any(checkpoint.glob("optimizer_rank_*.safetensors")):
         raise UserError(f"{checkpoint} has weights only, like an import: no run can go on from it; start the next "
                         "stage from it, or choose another --model_tag")
     return checkpoint
@@ -277,18 +267,13 @@ def changed_settings(meta: dict, now: dict) -> str:
     return text
 
 
-def lock_path(folder: Path) -> Path:
-    """The file that the process writing checkpoints into the folder locks; its text names the process."""
-    return folder.with_name(f".{folder.name}.lock")
-
-
 def claim(folder: Path) -> TextIO:
     """
     Make this process the only one that writes checkpoints into the folder, until the lock that is returned is closed or
     the process ends. Remains of killed saves are removed; a step that was being replaced comes back. The UserError
     names the process that writes there now.
     """
-    path = lock_path(folder)
+    path = folder.with_name(f".{folder.name}.lock")
     try:
         lock = locked(path, wait=False)
     except BlockingIOError:

@@ -12,10 +12,10 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
@@ -73,8 +73,9 @@ class CheckpointWriter:
         from_rank0(self.take_folder)
         self.began = time.monotonic()  # time of the newest save, or of the run's start
         self.saved = start_step        # the step of the newest save; -1: it failed
-        self.thread: threading.Thread | None = None
-        self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
+        # Its thread is no daemon: when a run fails, the interpreter waits for it, instead of killing it in mid-write.
+        self.executor = ThreadPoolExecutor(1, "checkpoint")
+        self.writing: Future | None = None
         # The thread has its own group: its messages must not mix with the main thread's.
         self.group = None
         if rank_and_size()[1] > 1:
@@ -108,44 +109,34 @@ class CheckpointWriter:
         be JSON. by_time: only because time was up; of those the newest two are kept. A kill at any moment damages
         nothing older.
         """
+        try:
+            self.join()
+        except Exception as error:
+            print0(f"warning: {error}; training goes on, the next save tries again")
         if step <= self.saved:
             return
-        self.join()
-        if self.failed:
-            print0(f"warning: {self.not_saved()}; training goes on, the next save tries again")
-            self.failed = None
         if by_time:
             self.by_time.append(step)
         self.began = time.monotonic()
         text = describe(step, self.tokenizer, self.sharding.model.config, meta | {"by_time": self.by_time})
         files = copy_to_host(self.sharding, self.optimizers)
         self.saved = step
-        # Not a daemon: when a run fails, the interpreter waits for the thread, instead of killing it in mid-write.
-        self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
-        self.thread.start()
+        self.writing = self.executor.submit(self.write, step, files, text)
 
     def wait(self) -> None:
-        """
-        Wait for the last save, and let other runs have the folder. Raises the save's error on every rank: UserError if
-        the disk refused.
-        """
-        self.join()
-        if self.lock:
-            self.lock.close()
-            self.lock = None
-        if self.failed:
-            kind = UserError if isinstance(self.failed[1], UserError) else RuntimeError
-            raise kind(self.not_saved())
+        """Let other runs have the folder, after the last save. Raises what `join` raises."""
+        try:
+            self.join()
+        finally:
+            if self.lock:
+                self.lock.close()
+                self.lock = None
 
     def join(self) -> None:
-        """Wait for the save under way."""
-        if self.thread:
-            self.thread.join()
-            self.thread = None
-
-    def not_saved(self) -> str:
-        step, error = self.failed
-        return f"step {step} was not saved: {error}; {newest_saved(self.folder)}"
+        """Wait for the save under way. If it has failed: UserError if the disk refused, else RuntimeError."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
 
     # --- the thread
 
@@ -159,10 +150,10 @@ class CheckpointWriter:
             failed = self.results(self.publish, aside, target, sums, meta)[0]
         # A rank has died.
         except Exception as error:
-            failed = error
+            failed = RuntimeError(error)
         if failed:
-            self.failed = step, failed
             self.saved = -1
+            raise type(failed)(f"step {step} was not saved: {failed}; {newest_saved(self.folder)}")
 
     def publish(self, aside: Path, target: Path, sums: list, meta: str) -> None:
         """Rank 0: make the filled folder a checkpoint, unless a rank has an error instead of its files' sums."""

@@ -38,24 +38,19 @@ class Session:
         self.meta = dict(meta, config=settings, num_iterations=num_iterations, total_batch_size=tokens_per_step)
         self.stage = checkpoints.parent.name.removesuffix("_checkpoints")
         self.section = SCRIPTS[self.stage].removeprefix("scripts.")  # of the report
-        self.step, metrics_state, by_time = 0, None, []
-        if resumed:
-            self.step, metrics_state, by_time = resumed["step"], resumed["metrics_state"], resumed.get("by_time", [])
-            steps = resumed["num_iterations"]
-            if self.step < num_iterations != steps:
-                print0(f"the run has {num_iterations} steps now, it had {steps}: learning rates, momentum, weight "
-                       f"decay and look-ahead follow from that number, and may jump at step {self.step}")
+        before = resumed or {}
+        self.step = self.first_step = before.get("step", 0)
         model = sharding.model
         if set_compile(settings["compile"], sharding.device.type):
             compile_model(model)
         whole = model_without_memory(model.config)  # a pipeline's stage is a part of it
-        self.saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, self.step, by_time,
+        self.saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, self.step, before.get("by_time"),
                                       settings["keep_last"], settings["overwrite"])
         self.metrics = Metrics(checkpoints, settings["run"], settings, self.step, num_iterations, tokens_per_step,
-                               whole.estimate_flops(), peak_flops(sharding.device, sharding.dtype), metrics_state)
+                               whole.estimate_flops(), peak_flops(sharding.device, sharding.dtype),
+                               before.get("metrics_state"))
         self.stop = StopRequest()
-        self.stopped = False         # before this step, by a signal to some rank
-        self.first_step = self.step  # it compiles
+        self.stopped = False  # before this step, by a signal to some rank
 
     def begin_run(self) -> None:
         """Rank 0, after the first step, or if none is left to train: what is left of an earlier run makes way."""
