@@ -4,10 +4,10 @@ import re
 import time
 
 import pytest
-from conftest import REPO, make_sums
+from conftest import REPO, losses, make_sums
 from hosts import Hosts, why_not
 from ranks import run_on_ranks
-from test_many_ranks import TINY, arguments, difference, losses, script
+from test_many_ranks import TINY, arguments, difference, script
 
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import split_into_stages
@@ -53,7 +53,7 @@ def test_two_hosts_are_one(base_folder, tmp_path):
     assert [launcher.returncode for launcher in launchers] == [0, 0], log.read_text()
     printed, sent = zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)))
     assert "2 ranks on host0, 2 ranks on host1\n" in printed[0] and not any(printed[1:])
-    assert difference(losses(base_folder, "one"), losses(base_folder, "two")) < 1e-4
+    assert difference(losses("one"), losses("two")) < 1e-4
     config = config_from_depth(2, vocabulary, TINY["max_seq_len"], arch="classic")
     expected = 4 * sum(split_into_stages(config)[0].units)
     for of_rank in sent:
