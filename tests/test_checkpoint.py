@@ -268,7 +268,7 @@ def reverse_times(folder: Path) -> None:
 
 @pytest.mark.parametrize("again, last", [(None, "rl"), ("mid", "mid"), ("base", "base")])
 @pytest.mark.parametrize("times", [True, False])
-def test_the_stage_that_was_trained_last(base_folder, monkeypatch, capsys, again, last, times):
+def test_the_stage_that_was_trained_last(base_folder, capsys, again, last, times):
     """
     Whatever the times of the files are. A run of three stages, and a stage trained again. A clock that went back does
     not make a stage older than the one it came from; version 0.1.0 kept no times, but origins. Where that does not
@@ -288,16 +288,11 @@ def test_the_stage_that_was_trained_last(base_folder, monkeypatch, capsys, again
     base = write_stage("base", "d1", "a", **saved(6.0))
     write_stage("sft", "d1", "b", base, **saved(90.0))
     (step_dir(checkpoint_dir("sft", "d1"), 8)).mkdir()  # damaged: the one before it counts
-    copy = base_folder.with_name("copy")
-    for folder in (base_folder, copy):
-        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        assert [latest_stage(tag) for tag in ("d1", "d2")] == ["sft", last]
-        assert capsys.readouterr().out == ""
-        assert latest_stage() == (last if again and times or last == "rl" and not times else "sft")
-        assert ("without a time" in capsys.readouterr().out) == (not times), "two models: none says which is newer"
-        if folder == base_folder:
-            subprocess.run(["cp", "-r", base_folder, copy], check=True)
-            reverse_times(copy)
+    reverse_times(base_folder)
+    assert [latest_stage(tag) for tag in ("d1", "d2")] == ["sft", last]
+    assert capsys.readouterr().out == ""
+    assert latest_stage() == (last if again and times or last == "rl" and not times else "sft")
+    assert ("without a time" in capsys.readouterr().out) == (not times), "two models: none says which is newer"
     with pytest.raises(UserError, match="no model d3"):
         latest_stage("d3")
 
