@@ -5,7 +5,7 @@
 #     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --depth=20 --resume=auto
 #
 #     NNODES              number of machines. A range such as 1:4 lets the run go on with any number in it, as machines
-#                         leave and return; it needs no NODE_RANK. The machine of MASTER_ADDR must stay.
+#                         leave and return; it needs --resume=auto, and no NODE_RANK. MASTER_ADDR's machine must stay.
 #     MASTER_ADDR         where the others reach the first node; MASTER_PORT (29500) must be free there
 #     NPROC               ranks on this node; default: one for each GPU, or one
 #     NANOCHAT_BASE_DIR   on a file system that all nodes share: all ranks write pieces of a checkpoint

@@ -195,8 +195,7 @@ pipeline.connect(model, sharding, micro_batches, device_batch_size)
 while True:
     step = session.step
 
-    # --- checkpoint of the parameters before this step, if one is due. The Session also saves them if an error, such as
-    # one in an evaluation, ends all ranks before the next update (not on zero_stage 3: that needs working collectives)
+    # --- checkpoint of the parameters before this step, if one is due
     session.save_if_due(data_state=data_state)
     if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
@@ -266,11 +265,10 @@ while True:
     momentum = muon_momentum(step, left, recipe.muon_momentum, recipe.final_muon_momentum, recipe.momentum_steps)
     set_rates(optimizers, lrm, momentum, adamw_lrm, decay=decay_multiplier(step, num_iterations),
               ahead=lrm * ahead_multiplier(step, num_iterations))
-    # An error in here saves nothing, because parameters are half updated. It ends with session.step += 1.
-    with session.update(stats, lrm):
-        for optimizer in optimizers:
-            optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
-        sharding.all_gather_params()
+    for optimizer in optimizers:
+        optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
+    sharding.all_gather_params()
+    session.end_step(stats, lrm)  # session.step += 1; on a GPU the host reads the numbers of the step before
 
 # ---- End
 train_loader.close()

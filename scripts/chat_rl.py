@@ -171,10 +171,10 @@ while True:
     # Neither optimizer depends on the gradient's scale. Fewer answers make it noisier, so the rate is smaller.
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
     set_rates(optimizers, lrm, muon_momentum(step))
-    with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
-        for optimizer in optimizers:
-            optimizer.step(stats)
-        sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    for optimizer in optimizers:
+        optimizer.step(stats)
+    sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    session.end_step(stats, lrm, step_tokens)
     all_reduce_sum(off)
     rewards["rl/sampler_off"] = float(off[0] / off[1].clamp(min=1))
     metrics.log(step, rewards, f"reward {rewards['rl/reward']:.3f} | {rewards['rl/tokens']:.1f} tokens an answer | "

@@ -166,10 +166,10 @@ while True:
     stats = sharding.reduce_and_clip(step_loss, step_targets, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
     set_rates(optimizers, lrm, muon_momentum(step))
-    with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
-        for optimizer in optimizers:
-            optimizer.step(stats)
-        sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    for optimizer in optimizers:
+        optimizer.step(stats)
+    sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    session.end_step(stats, lrm, step_tokens)
 
 # ---- End
 session.end()

@@ -43,7 +43,6 @@ from nanochat.plan.memory import GIB, largest_rows
 from nanochat.plan.step_trial import rows_that_train
 from nanochat.runtime.compiling import has_compiler
 from nanochat.runtime.devices import choose_device_type, compute_dtype
-from nanochat.runtime.distributed import unknown_host
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.runtime.tables import markdown_table
@@ -104,8 +103,6 @@ if here:
           f"{torch.get_num_threads()} of {os.cpu_count()} cores; device {device.type}, dtype {model_dtype}")
     if not compiles:
         print("no C++ compiler: training is eager and slower; install g++")
-    if problem := unknown_host():
-        print(problem)
 print("\n## Memory and disk")
 for name, left in limits().items():
     print(f"{name}: {left / GIB:,.1f} GiB free for each of {ranks} rank(s)")

@@ -131,10 +131,10 @@ while True:
     stats = sharding.reduce_and_clip(step_loss, step_targets, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps)
     set_rates(optimizers, lrm, muon_momentum(step))
-    with session.update(stats, lrm):  # an error in here saves nothing: parameters are half updated
-        for optimizer in optimizers:
-            optimizer.step(stats)
-        sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    for optimizer in optimizers:
+        optimizer.step(stats)
+    sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
+    session.end_step(stats, lrm)
 
 # ---- End
 session.end()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import REPO  # first: it makes the repo importable
+from safetensors.torch import load_file
 from warm_python import run_module, warm_python
 
 # isort: split
@@ -14,8 +15,11 @@ from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.files import base_dir
+from nanochat.training.records import read_metrics
 
-__all__ = ["REPO", "run_module", "warm_python", "base_folder", "make_sums", "broken_bundle", "ALL_PIECES"]
+__all__ = ["REPO", "run_module", "warm_python", "base_folder", "make_sums", "losses", "assert_same_run",
+           "ALL_PIECES"]
 ALL_PIECES = ("classic,rope_theta=1e5,qk_scale=1.2,short_windows=True,value_embeddings=True,smear=True,key_offset=True,"
               "document_token=3,embedding_std=0.8,fc_scale=0.4,narrow_gates=True,stream_scales=True,"
               "subtract_middle=True")  # base_train's --arch
@@ -82,11 +86,22 @@ def make_sums(folder: Path, documents: int = 400, text: str = SUM, vocab_size: i
     return train_tokenizer("sums", vocab_size)
 
 
-def broken_bundle(folder: Path) -> None:
-    """A CORE bundle whose one task cannot be read when it is first evaluated."""
-    bundle = folder / "eval_bundle"
-    (bundle / "eval_data").mkdir(parents=True)
-    task = "{label: broken, dataset_uri: broken.jsonl, num_fewshot: [0], icl_task_type: language_modeling}"
-    (bundle / "core.yaml").write_text(f"icl_tasks:\n- {task}\n")
-    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nbroken,0\n")
-    (bundle / "eval_data" / "broken.jsonl").write_text("{")
+def base_run(tag: str) -> Path:
+    return base_dir() / "base_checkpoints" / tag
+
+
+def losses(tag: str) -> dict[int, float]:
+    """Of a run of pretraining, by step."""
+    records = read_metrics(base_run(tag) / "metrics.jsonl")
+    return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
+
+
+def assert_same_run(a: str, b: str, step: int) -> None:
+    """The same losses, and every tensor of the checkpoint (weights, masters, moments), to the bit."""
+    names = sorted(path.name for path in (base_run(a) / f"step_{step:06d}").glob("*.safetensors"))
+    assert len(names) > 1
+    for name in names:
+        first, second = (load_file(base_run(tag) / f"step_{step:06d}" / name) for tag in (a, b))
+        assert first.keys() == second.keys()
+        assert [key for key, tensor in first.items() if not torch.equal(tensor, second[key])] == [], name
+    assert losses(a) == losses(b)

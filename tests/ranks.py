@@ -1,8 +1,7 @@
 """
-Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), and a script
-under torchrun; a script by itself is in warm_python.py. They end in any case.
+Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), which end in
+any case. Scripts as processes of their own, also under torchrun, are in warm_python.py.
 """
-import atexit
 import faulthandler
 import gc
 import glob
@@ -14,7 +13,6 @@ import pkgutil
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +22,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -169,23 +167,10 @@ def portable(error: BaseException) -> BaseException | None:
         return None
 
 
-def begin(environment: dict, stdout: Path, stderr: Path) -> None:
-    """What a process has that was started rather than forked: environment, folder, path, output and one thread."""
-    gc.freeze()
-    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
-    for descriptor, path in ((1, stdout), (2, stderr)):
-        os.dup2(os.open(path, flags), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    os.chdir(REPO)
-    torch.set_num_threads(1)
-
-
 def run_as_main(module: str, args: Sequence[str]) -> None:
     """
     The module as this process's `__main__`. The machine's speed, the unit of the MFU, is not measured. A test may name
-    a function of its module in the environment, CHANGE, that is called before.
+    a function of its module in the environment, CHANGE, that is called before. KILL_*: see `Job`.
     """
     from nanochat.runtime import flops
 
@@ -193,93 +178,22 @@ def run_as_main(module: str, args: Sequence[str]) -> None:
     if change := os.environ.get("CHANGE"):
         test, _, name = change.rpartition(".")
         getattr(importlib.import_module(test), name)()
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    if first and os.environ.get("RANK", "-") in os.environ.get("KILL_RANKS", ""):
+        pattern, number = os.environ["KILL_AT"], int(os.environ["KILL_BY"])
+        if number == signal.SIGTERM:
+            wait_for_signal(pattern)
+        else:
+            threading.Thread(target=kill, args=(pattern, number), daemon=True).start()
     sys.argv = [module, *args]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
-    """
-    From here on this process sends itself a signal in the first call of a function ("module.function") at this step of
-    a training script. Returns a list that gets the step of each call.
-    """
-    from nanochat.training.saving import CheckpointWriter
-
-    where, _, function = name.rpartition(".")
-    owner = pkgutil.resolve_name(where)
-    original, set_state, steps, calls = getattr(owner, function), CheckpointWriter.set_state, [0], []
-
-    def set_and_count(writer, step: int, *others, **meta) -> None:
-        steps.append(step)
-        set_state(writer, step, *others, **meta)
-
-    def called(*args, **settings):
-        calls.append(steps[-1])
-        if calls.count(step) == 1 and calls[-1] == step:
-            os.kill(os.getpid(), number)
-        return original(*args, **settings)
-
-    CheckpointWriter.set_state = set_and_count
-    setattr(owner, function, called)
-    return calls
-
-
-class ForkedRank(subprocess.Popen):
-    """A rank as torchrun starts it with Popen, but forked from torchrun's process, which has imported everything."""
-
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others) -> None:
-        self.pid = os.fork()
-        self._child_created = True
-        if self.pid == 0:
-            try:
-                rank_of_torchrun(args, env)
-            finally:
-                os._exit(1)  # nothing of torchrun's goes on in here
-
-
-def rank_of_torchrun(command: Sequence[str], environment: dict) -> None:
-    """The life of a rank: `python -u -m module args…`."""
-    os.setsid()
-    from nanochat.runtime import heartbeat
-
-    heartbeat.BEAT = float(environment["BEAT"])
-    if environment["RANK"] in environment.get("KILL_RANKS", "") and environment["TORCHELASTIC_RESTART_COUNT"] == "0":
-        threading.Thread(target=kill, args=(environment["KILL_AT"], int(environment["KILL_BY"])), daemon=True).start()
-        wait_for_signal(environment["KILL_AT"])
-    like_python(environment, [], lambda: run_as_main(command[3], command[4:]))
-
-
-def like_python(environment: dict, ignored: Sequence[int], run: Callable[[], None]) -> NoReturn:
-    """The life of a process that was forked rather than started, with the signals that Python has, and its ends."""
-    gc.freeze()
-    atexit._clear()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in ignored else signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(environment)
-    status = 0
-    try:
-        run()
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else 1 if end.code else 0
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush(), sys.stderr.flush()
-    if status == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(status)
-
-
 def kill(pattern: str, number: int) -> None:
-    """A signal from the test's process could come too late on a busy machine. SIGTERM goes to torchrun."""
+    """A signal from the test's process could come too late on a busy machine."""
     while not glob.glob(pattern):
         time.sleep(0.001)
-    os.kill(os.getppid() if number == signal.SIGTERM else os.getpid(), number)
+    os.kill(os.getpid(), number)
 
 
 def wait_for_signal(pattern: str) -> None:
@@ -287,56 +201,37 @@ def wait_for_signal(pattern: str) -> None:
     from nanochat.model.gpt import GPT
     from nanochat.runtime.stopping import StopRequest
 
-    forward, ask, heard = GPT.forward, StopRequest.ask, threading.Event()
+    forward = GPT.forward
 
-    def heard_and_ask(self, *args) -> None:
-        heard.set()
-        ask(self, *args)
-
-    def wait_and_forward(self, *args, **settings):
-        while glob.glob(pattern) and not heard.is_set():
+    def wait_and_forward(*args, **settings):
+        while glob.glob(pattern) and not StopRequest.current.asked:
             time.sleep(0.001)
-        return forward(self, *args, **settings)
+        return forward(*args, **settings)
 
-    GPT.forward, StopRequest.ask = wait_and_forward, heard_and_ask
-
-
-def torchrun_main(command: Sequence[str], environment: dict, log: Path) -> None:
-    """The life of torchrun, and before it forks, that of its ranks."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
-    begin(environment, log, log)
-    subprocess_handler.Popen = ForkedRank
-    try:
-        run_as_main(command[2], command[3:])
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+    GPT.forward = wait_and_forward
 
 
-class Job:
+def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
     """
-    torchrun with two ranks of a script, its output in a file; all are forked where the imports are done. kill: (ranks,
-    pattern): the first process of each of these ranks ("1", "01") gets SIGKILL, from its own thread, once a path
-    matches; SIGTERM goes to torchrun instead. beat: seconds between
-    two signs of life.
+    From here on this process sends itself a signal in the first call of a function ("module.function") at this step of
+    a training script. Returns a list that gets the step of each call.
     """
+    from nanochat.training.session import Session
 
-    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (),
-                 kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL, beat: float = 5):
-        self.log = log
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "BEAT": str(beat)}
-        if kill:
-            environment |= {"KILL_RANKS": kill[0], "KILL_AT": str(kill[1]), "KILL_BY": str(int(by))}
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
-        command = [*launch, "-m", module, "--", *args]
-        self.process = context.Process(target=torchrun_main, args=(command, environment, log), daemon=True)
-        self.process.start()
+    where, _, function = name.rpartition(".")
+    owner = pkgutil.resolve_name(where)
+    original, save_if_due, steps, calls = getattr(owner, function), Session.save_if_due, [0], []
 
-    def text(self) -> str:
-        return self.log.read_text()
+    def save_and_count(session, **meta) -> None:
+        steps.append(session.step)
+        save_if_due(session, **meta)
 
-    def end(self, timeout: float = 300) -> int:
-        self.process.join(timeout)
-        assert self.process.exitcode is not None, f"not ended after {timeout} s:\n{self.text()}"
-        return self.process.exitcode
+    def called(*args, **settings):
+        calls.append(steps[-1])
+        if calls.count(step) == 1 and calls[-1] == step:
+            os.kill(os.getpid(), number)
+        return original(*args, **settings)
+
+    Session.save_if_due = save_and_count
+    setattr(owner, function, called)
+    return calls

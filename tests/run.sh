@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
 # Check style and types (ruff, mypy: rules in pyproject.toml) and run all tests, in a .venv that is made if there is
 # none. Arguments go to pytest.
-# As if this machine were ten times faster: CLOCK=0.1 tests/run.sh --ignore=tests/test_execution.py; slower: CLOCK=10
-# (tests/clock)
 set -euo pipefail
 case " $* " in *" -h "* | *" --help "*) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
@@ -12,5 +10,4 @@ python -m mypy
 # One process more than the two cores this is made for, as tests also wait for servers and signals; one thread each:
 # threads that share a core with another test's only get in each other's way.
 export OMP_NUM_THREADS=1
-[ -z "${CLOCK:-}" ] || export PYTHONPATH="$PWD/tests/clock${PYTHONPATH:+:$PYTHONPATH}"
 python -m pytest -n 3 --dist=loadfile --no-loadscope-reorder --durations=10 "$@"

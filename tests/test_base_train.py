@@ -4,16 +4,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-import torch
-from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, run_module, warm_python
-from safetensors.torch import load_file
+from conftest import ALL_PIECES, REPO, assert_same_run, losses, make_sums, run_module, warm_python
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
@@ -22,7 +17,7 @@ from nanochat.model.gpt import GPT
 from nanochat.runtime import compiling
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import find_model
-from nanochat.training.records import duration, read_metrics
+from nanochat.training.records import read_metrics
 
 TINY = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
         "--compile=False", "--eval_tokens=512", "--sample_every=-1", "--eval_every=-1"]
@@ -60,25 +55,6 @@ def trained(*args, **settings):
     return result
 
 
-def checkpoint(base: Path, tag: str, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint: weights, masters, moments, step counts."""
-    folder = base / "base_checkpoints" / tag / f"step_{step:06d}"
-    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer_rank_00000.safetensors")
-
-
-def losses(base: Path, tag: str) -> dict[int, float]:
-    records = read_metrics(base / "base_checkpoints" / tag / "metrics.jsonl")
-    return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
-
-
-def assert_same_run(base: Path, a: str, b: str, step: int):
-    first, second = checkpoint(base, a, step), checkpoint(base, b, step)
-    assert first.keys() == second.keys()
-    different = [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
-    assert not different, f"{len(different)} of {len(first)} tensors differ: {different[:3]}"
-    assert losses(base, a) == losses(base, b)
-
-
 SMALL_WORLD = "from nanochat.corpus import sources\nsources.TINYWORLD_BYTES = 2_000_000\n"
 RUN = "import runpy\nrunpy.run_module('scripts.base_train', run_name='__main__', alter_sys=True)"
 
@@ -96,11 +72,9 @@ def test_an_empty_base_folder_is_enough(base_folder):
     assert "making data set 'tinyworld' in" in result.stdout
     assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
     first, last = re.findall(r"(?m)^(.*)\n.*The capital of France is", result.stdout)
-    assert "untrained" in first and "noise" in first and "noise" not in last, "what a beginner sees first looks broken"
-    assert "of measured" not in result.stderr
-    assert "rates:" not in result.stdout, "a batch that is given leaves the rates as they are"
+    assert "noise" in first and "noise" not in last, "what a beginner sees first looks broken"
     folder = base_folder / "base_checkpoints" / "d2"
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(folder / "metrics.jsonl")
     steps = [record for record in records if "train/loss" in record]
     validations = {record["step"]: record["val/bpb"] for record in records if "val/bpb" in record}
     assert [record["step"] for record in steps] == list(range(20))
@@ -110,14 +84,10 @@ def test_an_empty_base_folder_is_enough(base_folder):
         assert 0 < record["train/mfu"] <= 1 and 0 <= record["train/lrm"] <= 1
     meta = json.loads((folder / "step_000020" / "meta.json").read_text())
     assert (meta["config"]["depth"], meta["model_config"]["n_embd"], meta["data_state"]["epoch"]) == (2, 128, 0)
-    assert meta["config"]["warmdown_ratio"] == 0.8 and ", warmdown_ratio 0.8, " in result.stdout, "of a short run"
     evaluation = run_module("scripts.base_eval", "--eval_tokens=2048", "--core_metric_max_per_task=0")
-    assert evaluation.returncode == 0, evaluation.stderr
-    assert "held-out questions" in evaluation.stdout and "excess over the floor" in evaluation.stdout
+    assert evaluation.returncode == 0 and "excess over the floor" in evaluation.stdout, evaluation.stderr
     assert run_module("scripts.report").returncode == 0
-    text = (base_folder / "report" / "report.md").read_text()
-    assert "held-out questions" in text and "- Model: d2 (trained on tinyworld)\n" in text
-    assert re.search(r"\| peak memory, GiB \| \d[\d.]* \|", text)
+    assert "- Model: d2 (trained on tinyworld)\n" in (base_folder / "report" / "report.md").read_text()
 
 
 def blocks_alone() -> None:
@@ -152,7 +122,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, monkeypat
     (folder / "resumed" / "metrics.jsonl").write_text("".join(lines[: half + 1]) + lines[half + 1][:20])
     resumed = trained("--model_tag=resumed", f"--resume_from_step={half}", *args)
     assert f"step {half:05d}" in resumed.stdout and f"step {half - 1:05d}/" not in resumed.stdout
-    assert_same_run(base, "straight", "resumed", whole)
+    assert_same_run("straight", "resumed", whole)
     lines = [[line for line in run.stdout.splitlines() if f"{whole - 1:05d}/" in line] for run in (straight, resumed)]
     assert lines[0][0].split("|")[1] == lines[1][0].split("|")[1], "the smoothed loss goes on too"
 
@@ -171,37 +141,11 @@ def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     shutil.copytree(folder / "straight" / "step_000001", folder / "resumed" / "step_000001")
     shutil.copy(folder / "straight" / "metrics.jsonl", folder / "resumed")
     trained("--model_tag=resumed", "--resume=auto", *args)
-    assert_same_run(base, "straight", "resumed", 2)
-    longer = train("--model_tag=resumed", "--resume=auto", *args, "--num_iterations=3", "--total_batch_size=2048")
-    assert f"rates: all x {lr:.4g} for this batch; weight decay x {decay:.4g}" in longer.stdout, longer.stderr
+    assert_same_run("straight", "resumed", 2)
     meta = json.loads((folder / "straight" / "step_000002" / "meta.json").read_text())
-    given = trained("--model_tag=given", *args, f"--total_batch_size={meta['total_batch_size']}", "--matrix_lr=0.01",
-                  "--embedding_lr=0.1", "--unembedding_lr=0.002", f"--weight_decay={0.1 * meta['rate_scales'][1]}")
-    assert "rates: " not in given.stdout, "as set, as the batch is given"
-    assert_same_run(base, "straight", "given", 2)
-
-
-def test_killed_and_resumed_matches_an_undisturbed_run(base):
-    """SIGKILL at some moment, with saves so frequent that it often hits one; --resume=auto finds what is whole."""
-    args = ["--num_iterations=40", "--save_every=2", "--keep_last=3"]
-    trained("--model_tag=undisturbed", *args)
-    process = start_with(WAITING_UPDATE, *args, "--model_tag=killed", python=warm_python())
-    for line in process.stdout:
-        if line.startswith("saved") and line.strip().endswith(("step_000012", "step_000014")):
-            break
-    time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    resumed = train("--model_tag=killed", "--resume=auto", *args)
-    assert resumed.returncode == 0 and "resuming from" in resumed.stdout, resumed.stderr
-    assert_same_run(base, "undisturbed", "killed", 40)
-    saved_at = (base / "base_checkpoints" / "killed" / "step_000040").stat().st_mtime_ns
-    again = train("--model_tag=killed", "--resume=auto", *args)
-    assert again.returncode == 0, "resuming a finished run evaluates and ends"
-    folder = base / "base_checkpoints" / "killed"
-    assert saved_at == (folder / "step_000040").stat().st_mtime_ns, "and does not save it again"
-    assert not list(folder.glob(".step*")), "nor leave what the kill left"
+    trained("--model_tag=given", *args, f"--total_batch_size={meta['total_batch_size']}", "--matrix_lr=0.01",
+            "--embedding_lr=0.1", "--unembedding_lr=0.002", f"--weight_decay={0.1 * meta['rate_scales'][1]}")
+    assert_same_run("straight", "given", 2)
 
 
 def start(*args, command=(sys.executable, "-m", "scripts.base_train"), **environment):
@@ -218,8 +162,7 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
         for args in (["--resume=auto"], ["--overwrite"]):
             second = train("--model_tag=one", "--num_iterations=3", *args)
             assert second.returncode == 1 and second.stderr.count("\n") == 1 and "step 00000" not in second.stdout
-            holder = rf"host {socket.gethostname()}, process {first.pid}.*"
-            assert re.match(rf"error: .*/one is in use by another run \({holder}--model_tag", second.stderr)
+            assert "/one is in use by another run" in second.stderr
         first.send_signal(signal.SIGTERM)
         printed, errors = first.communicate(timeout=300)
         assert first.returncode == 143, printed + errors
@@ -232,55 +175,35 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
     assert f"step {step:05d}/" in resumed.stdout and f"step {step - 1:05d}/" not in resumed.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_built_on_a_stopped_run_unless_its_step_is_named(base, number):
-    """It ends with the code of its signal; the next stages refuse its model, and what talks or measures says so."""
+    """It saves and ends with the code of its signal; the next stages refuse its model."""
     command = [warm_python(), "-m", "scripts.base_train", *arguments("--num_iterations=1000000", "--model_tag=half")]
-    run = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True,
-                           preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+    run = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
     assert any(line.startswith("step 00003/") for line in run.stdout)
     run.send_signal(number)
     printed, _ = run.communicate(timeout=300)
     assert run.returncode == 128 + number, printed
     [saved] = (base / "base_checkpoints" / "half").glob("step_*")
     step = int(saved.name.removeprefix("step_"))
-    place = f"{saved} is step {step} of 1000000: its run was stopped, or is still going on"
     stages = {"mid_train": ["--total_batch_size=32"], "chat_sft": ["--source=base"], "chat_rl": ["--source=base"]}
     for script, settings in stages.items():
         refused = run_module(f"scripts.{script}", *settings, "--compile=False")
-        assert refused.returncode == 1 and refused.stderr == (
-            f"error: {place}; finish it with --resume=auto, or start from this step with --source_step={step}\n")
-    asked = run_module("scripts.chat_eval", "--source=base", "--tasks=arithmetic[:1]", "--max_new_tokens=1")
-    assert asked.returncode == 0 and f"note: {place}\n" in asked.stdout, asked.stderr
+        assert refused.returncode == 1 and f"--source_step={step}" in refused.stderr
     named = run_module("scripts.mid_train", "--tasks=arithmetic[:9]", "--compile=False", f"--source_step={step}")
     assert f"starting from {saved}\n" in named.stdout, named.stderr
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
-    """It fails at step 6, where no save is due: one error, a checkpoint of step 6, then the undisturbed run's end."""
-    broken_bundle(base)
-    args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1"]
-    trained("--model_tag=straight", *args)
-    failed = train("--model_tag=failed", *args, "--core_metric_every=6")
-    assert failed.returncode == 1 and len(re.findall("^error: ", failed.stderr, re.MULTILINE)) == 1
-    saved = f"saved {base}/base_checkpoints/failed/step_000006"
-    assert failed.stdout.splitlines()[-1] == saved
-    resumed = trained("--model_tag=failed", *args, "--resume=auto")
-    assert "step 00006/" in resumed.stdout and "step 00005/" not in resumed.stdout
-    assert_same_run(base, "straight", "failed", 10)
-
-
 def test_wrong_settings_are_found_before_anything_is_compiled(base):
     """Files that are not there, in each stage."""
-    absent = "error: no data set 'summs' in .*; did you mean 'sums'\\?\n"
-    for script, line, *args in [
-            ("base_train", absent, "--data=summs"),
-            ("mid_train", "error: 0 models in .*\n", "--tasks=arithmetic[:9]"),
-            ("chat_sft", "error: .*none.jsonl.*\n", "--tasks=json:/none.jsonl")]:
+    for script, value, *args in [
+            ("base_train", "did you mean 'sums'", "--data=summs"),
+            ("base_train", "depth=40", "--data=sums", "--depth=40"),
+            ("mid_train", "0 models", "--tasks=arithmetic[:9]"),
+            ("chat_sft", "none.jsonl", "--tasks=json:/none.jsonl")]:
         refused = run_module(f"scripts.{script}", *args, "--device_type=cpu")
-        assert refused.returncode == 1 and re.fullmatch(line, refused.stderr), refused.stderr
-        assert "compiling" not in refused.stdout and "compiled" not in refused.stdout
+        assert refused.returncode == 1 and value in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
+        assert "compiling" not in refused.stdout
 
 
 def test_a_laptop_trains_without_sizes_and_mid_training_takes_the_batch_of_pretraining(base):
@@ -293,72 +216,10 @@ def test_a_laptop_trains_without_sizes_and_mid_training_takes_the_batch_of_pretr
     assert went_on.returncode == 0 and "1 steps of 16 rows" in went_on.stdout, went_on.stderr
 
 
-@pytest.mark.parametrize("seconds, text", [
-    (89, "89s"), (91, "1.5m"), (47 * 3600, "47.0h"), (60 * 3600, "2.5 days"), (95551.1 * 3600, "10.9 years")])
-def test_durations_are_in_a_unit_that_suits(seconds, text):
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize("script", ["base_train", "dataset", "doctor"])
-def test_a_base_folder_that_cannot_be_made_is_one_line(base_folder, script):
-    """A folder in a file, as good as one in /proc; the scripts make it in different places."""
-    base_folder.write_text("a file")
-    done = run_module(f"scripts.{script}", env={"NANOCHAT_BASE_DIR": f"{base_folder}/inside"})
-    line = f"error: {base_folder}/inside cannot be made: Not a directory; set NANOCHAT_BASE_DIR to another folder\n"
-    assert (done.returncode, done.stderr) == (1, line)
-
-
-def test_ctrl_c_during_the_first_imports_is_one_line(tmp_path):
-    """It comes as the first module below the settings is imported."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import builtins, os, signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits "ignored"
-        "def load_or_interrupt(name, *rest, load=builtins.__import__, **named):\n"
-        "    if name == 'nanochat.corpus.make_dataset':\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return load(name, *rest, **named)\n"
-        "builtins.__import__ = load_or_interrupt\n")
-    done = subprocess.run([sys.executable, "-m", "scripts.dataset", "--source=python"], cwd=REPO, text=True,
-                          capture_output=True, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}"})
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "error: interrupted\n")  # 130 in a shell
-
-
 NO_DRAW = """
 from nanochat.model.gpt import GPT
 del GPT.draw
 """
-WAITING_UPDATE = """
-import time
-from nanochat.optim import muon
-def update(self, stats, step=muon.DistMuon.step, done=[]):
-    done.append(1)
-    if len(done) == 20:
-        time.sleep(10**6)  # the kill comes before
-    step(self, stats)
-muon.DistMuon.step = update
-"""
-BROKEN_UPDATE = """
-from nanochat.optim import muon
-def update(self, stats, step=muon.DistMuon.step, done=[]):
-    done.append(1)
-    if len(done) == 5:
-        raise ArithmeticError("between the two optimizers")
-    step(self, stats)
-muon.DistMuon.step = update
-"""
-ENDLESS_EVALUATION = """
-import time
-from nanochat.eval import loss_eval
-def evaluate(*args, evaluate=loss_eval.evaluate_bpb, done=[]):
-    done.append(1)
-    while len(done) == 2:
-        print("evaluating", flush=True)
-        time.sleep(0.1)
-    return evaluate(*args)
-loss_eval.evaluate_bpb = evaluate
-"""
-
-
 def start_with(change, *args, python=sys.executable, **environment):
     """`start`, in a process that has done something else first."""
     return start(*args, command=[python, "-c", change + RUN], **environment)
@@ -373,55 +234,22 @@ def test_a_resumed_run_draws_no_weights(base, stage):
     assert resumed.returncode == 0 and "step 00001/" in printed, errors
 
 
-def test_an_exception_in_the_middle_of_an_update_saves_nothing(base):
-    """AdamW has taken the step, Muon has not: such weights are those of no step."""
-    broken = start_with(BROKEN_UPDATE, "--num_iterations=6", "--save_every=3", python=warm_python())
-    printed, errors = broken.communicate(timeout=300)
-    assert broken.returncode == 1 and "ArithmeticError: between the two optimizers" in errors
-    assert "step 00003/" in printed and "saving step" not in printed
-    assert [path.name for path in (base / "base_checkpoints" / "d1").iterdir() if path.is_dir()] == ["step_000003"]
-
-
-def test_ctrl_c_twice_in_an_evaluation_saves_what_is_done(base):
-    process = start_with(ENDLESS_EVALUATION, "--num_iterations=6", "--eval_every=5")
-    try:
-        assert any("evaluating" in line for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        assert any("SIGINT: finishing" in line for line in process.stdout)
-        assert any("evaluating" in line for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate(timeout=300)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGINT and errors.count("\n") == 1, errors
-    assert errors.startswith("error: interrupted") and "saving step 5 before the run ends; --resume=auto" in printed
-    assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000005"]
-
-
 def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(base):
-    """
-    Newer checkpoints are never dropped in silence, nor mistaken for the newer branch. Another horizon says that the
-    rates jump; one that the checkpoint is past is refused, and the report stays as it was.
-    """
+    """Newer checkpoints are never dropped in silence. A horizon that the checkpoint is past is refused."""
     args = ["--num_iterations=9", "--save_every=3", "--model_tag=branch"]
     trained(*args)
     refused = train(*args, "--resume_from_step=3")
-    assert refused.returncode == 1 and "newer checkpoints than step 3: 6, 9; --overwrite removes them" in refused.stderr
-    back = train("--num_iterations=5", "--save_every=3", "--keep_last=2", "--model_tag=branch", "--resume_from_step=3",
-                 "--overwrite", "--matrix_lr=0.01")
-    assert back.returncode == 0 and "with another matrix_lr: 0.02 before, 0.01 now" in back.stdout, back.stderr
+    assert refused.returncode == 1 and "6, 9; --overwrite removes them" in refused.stderr
+    back = trained("--num_iterations=5", "--save_every=3", "--keep_last=2", "--model_tag=branch",
+                   "--resume_from_step=3", "--overwrite", "--matrix_lr=0.01")
+    assert "with another matrix_lr: 0.02 before, 0.01 now" in back.stdout
     folder = base / "base_checkpoints" / "branch"
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000005"]
-    assert losses(base, "branch").keys() == set(range(5)), "the log is that of the branch that is left"
-    said = "the run has 5 steps now, it had 9: learning rates"
-    assert 0 < back.stdout.find(said) < back.stdout.find("step 00003/"), "before the first step"
-    longer = train("--num_iterations=9", "--model_tag=branch", "--resume=auto", "--matrix_lr=0.01")
-    assert "the run has 9 steps now, it had 5" in longer.stdout, longer.stderr
+    assert losses("branch").keys() == set(range(5)), "the log is that of the branch that is left"
+    trained("--num_iterations=9", "--model_tag=branch", "--resume=auto")
     report = {path: path.read_bytes() for path in (base / "report").rglob("*.json")}
-    shorter = train("--num_iterations=7", "--model_tag=branch", "--resume=auto", "--matrix_lr=0.01")
-    assert shorter.returncode == 1, shorter.stdout
-    assert "this run would have 7 steps, but the checkpoint is at step 9: --num_iterations=9 takes" in shorter.stderr
+    shorter = train("--num_iterations=7", "--model_tag=branch", "--resume=auto")
+    assert shorter.returncode == 1 and "--num_iterations=9" in shorter.stderr
     assert report and {path: path.read_bytes() for path in (base / "report").rglob("*.json")} == report
 
 
@@ -450,9 +278,9 @@ Metrics.log_step = log_step
 """
 
 
-def test_a_run_replaces_another_only_when_its_first_checkpoint_is_whole(base, tmp_path):
+def test_a_run_replaces_another_only_when_its_first_checkpoint_is_whole(base):
     """
-    Refused, without wandb's server, out of memory in its first step, or stopped before it: all is there to the byte.
+    Refused, out of memory in its first step, or stopped before it: all is there to the byte.
     Killed after two steps: the old model still answers, but no run resumes it; the next one begins anew, replacing it.
     """
     trained("--num_iterations=12", "--save_every=3", "--model_tag=both")
@@ -462,17 +290,14 @@ def test_a_run_replaces_another_only_when_its_first_checkpoint_is_whole(base, tm
         return {path: path.read_bytes() for top in (folder, base / "report") for path in top.rglob("*.*")}
 
     before = left()
-    (tmp_path / "wandb.py").write_text("def init(**_): raise RuntimeError('no network')")
     anew = ["--model_tag=both", "--overwrite"]
     refused = train("--num_iterations=5", "--resume_from_step=6", *anew)
     assert "5 steps, but the checkpoint is at step 6" in refused.stderr and before == left()
-    wandb = train("--num_iterations=5", "--run=x", *anew, env={"PYTHONPATH": str(tmp_path)}, fresh=True)
-    assert "no network" in wandb.stderr and before == left()
     full = start_with(NO_MEMORY, "--num_iterations=5", "--eval_every=1", *anew, python=warm_python())
     assert "out of memory" in full.communicate(timeout=300)[1]
     stopped = start_with(STOPPED, "--num_iterations=5", "--eval_every=1", *anew, python=warm_python())
     printed = "".join(stopped.communicate(timeout=300))
-    assert [run.returncode for run in (refused, wandb, full, stopped)] == [1, 1, 1, 143] and before == left()
+    assert [run.returncode for run in (refused, full, stopped)] == [1, 1, 143] and before == left()
     assert "stopped before the first step" in printed and "--resume" not in printed
 
     for begin, args in ((0, []), (6, ["--resume_from_step=6"])):
@@ -480,7 +305,7 @@ def test_a_run_replaces_another_only_when_its_first_checkpoint_is_whole(base, tm
                             python=warm_python())
         killed.communicate(timeout=300)
         assert killed.returncode == -signal.SIGKILL
-        assert find_model("base", "both").name == "step_000012" and losses(base, "both").keys() == set(range(begin + 2))
+        assert find_model("base", "both").name == "step_000012" and losses("both").keys() == set(range(begin + 2))
         old = {path.name for path in folder.glob("step_*")}
         resumed = trained("--num_iterations=12", "--save_every=4", "--model_tag=both", "--resume=auto")
         assert f"step {begin:05d}/" in resumed.stdout and f"step {begin - 1:05d}/" not in resumed.stdout
@@ -503,37 +328,23 @@ def test_a_finished_model_is_not_replaced_because_its_optimizer_is_damaged(base)
 
 
 def test_bad_input_is_one_clear_line(base):
-    """The value, what was expected, what to do; nothing that was there is lost."""
-    trained("--num_iterations=1", "--model_tag=there")
+    """With the value that is wrong; nothing that was there is lost."""
+    trained("--num_iterations=1", "--model_tag=there", "--dtype=float32")
     before = sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
-    make(str(base / "texts"), "untokenized")
-    cases = [
-        (["--total_batch_size=100"], "total_batch_size=100 is not a multiple of 64"),
-        (["--device_type=tpu"], "device_type takes '' or 'cuda' or 'mps' or 'cpu'"),
-        *([] if torch.cuda.is_available() else [(["--device_type=cuda"], "torch finds none here")]),
-        (["--data=nowhere"], "no data set 'nowhere'"),
-        (["--data=untokenized"], "no tokenizer for data 'untokenized'"),
-        (["--model_tag=there"], "has checkpoints; continue with --resume=auto"),
+    for args, expected in [
+        (["--total_batch_size=100"], "not a multiple of 64"), (["--device_type=tpu"], "device_type"),
+        (["--data=nowhere"], "nowhere"), (["--model_tag=there"], "--resume=auto"),
         (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
-        (["--model_tag=there", "--arch=modern,key_offset=False", "--resume=auto"], "model has {'key_offset': True}"),
-        (["--resume_from_step=5"], "no valid checkpoint of step 5"),
-        (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the horizon is less than one step"),
-        (["--num_iterations=-1", "--target_flops=1e3"], "the horizon is less than one step"),
-        (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
-        (["--model_tag=a/../../b"], "model_tag=a/../../b cannot name a folder"),
-    ]
-    cases += [([f"--{name}={value}"], f"{name} takes {kind} in {allowed}") for name, value, kind, allowed in [
-        ("core_metric_max_per_task", 0, "int", "[-1, 1..]"), ("num_iterations", 0, "int", "[-1, 1..]"),
-        ("warmdown_ratio", 2, "float", "[-1, 0..1]"), ("depth", 0, "int", "[-1, 1..]"),
-    ]]
-    for args, expected in cases:
-        result = train("--num_iterations=1", *args)
-        assert result.returncode in (1, 2), f"{args}: {result.stdout}{result.stderr}"
+        (["--model_tag=there", "--arch=modern,key_offset=False", "--resume=auto"], "{'key_offset': True}"),
+        (["--model_tag=there", "--dtype=bfloat16", "--resume=auto"], "--dtype"), (["--resume_from_step=5"], "no valid"),
+        (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the horizon"),
+        (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100"),
+        (["--model_tag=a/../../b"], "a/../../b"), (["--num_iterations=0"], "num_iterations"),
+    ]:
+        result = train("--num_iterations=1", "--dtype=float32", *args)
         errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1 and expected in errors[0], f"{args}: {result.stderr}"
-        assert "Traceback" not in result.stderr
+        assert len(errors) == 1 and expected in errors[0] and result.returncode in (1, 2), f"{args}: {result.stderr}"
     assert before == sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
-    trained("--num_iterations=1", "--model_tag=there", "--overwrite")
 
 
 def test_a_published_model_is_trained_further(base, tmp_path):
@@ -556,38 +367,25 @@ def test_a_published_model_is_trained_further(base, tmp_path):
     assert measured.returncode == 0, measured.stderr
     args = [mixed, "--begin_from=theirs", "--depth=-1", "--max_seq_len=-1", "--num_iterations=6", "--save_every=3",
             "--eval_every=6", "--dtype=float32", "--device_batch_size=2"]
-    begun = trained("--model_tag=further", *args)
+    trained("--model_tag=further", *args)
     folder = base / "base_checkpoints"
     records = read_metrics(folder / "further" / "metrics.jsonl")
     for of in ("", " of sums"):
         before, _ = [record[f"val/bpb{of}"] for record in records if f"val/bpb{of}" in record]
         assert f"\nvalidation{of}: {before:.4f} bits per byte" in measured.stdout
-    assert "| lrm 1.00 |" in begun.stdout, "a schedule of its own"
     meta = json.loads((folder / "further" / "step_000006" / "meta.json").read_text())
     assert meta["origin"].startswith("base_checkpoints/theirs/step_000012 (") and meta["model_config"]["smear"]
-    results = json.loads((base / "report/sections/notes/further/base_train.json").read_text())["results"]
-    assert results["begun with the weights of"] == meta["origin"]
-    trained("--model_tag=longer", *args, "--max_seq_len=64", "--arch=rope_theta=50000", "--total_batch_size=256")
-    config = json.loads((folder / "longer" / "step_000006" / "meta.json").read_text())["model_config"]
-    changed = {"sequence_len": 64, "rope_theta": 50000}
-    assert dict(config.items() - meta["model_config"].items()) == changed
-    for wrong, expected in (
-        (["--model_tag=theirs"], "begin_from=theirs needs another --model_tag"), (["--depth=2"], "has 1 layers"),
-        (["--arch=modern"], "does not fit"), (["--arch=short_windows=1"], "there is no 'short_windows=1'"),
-        (["--arch=value_embeddings=True"], "does not fit"), (["--begin_from=nobody"], "no valid checkpoint in"),
-        (["--model_tag=ours", "--resume=auto"], "began with no other model"),
-        (["--begin_from=further", "--source_step=4"], "no valid checkpoint of step 4"),
-    ):
+    for wrong, expected in ((["--model_tag=theirs"], "--model_tag"), (["--depth=2"], "depth=2"),
+                            (["--arch=modern"], "arch='modern'"), (["--source_step=4"], "step 4")):
         result = train("--model_tag=new", *args, *wrong)
-        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert result.returncode == 1 and len(errors) == 1 and expected in errors[0], f"{wrong}: {result.stderr}"
+        assert result.returncode == 1 and expected in result.stderr, f"{wrong}: {result.stderr}"
     shutil.rmtree(folder / "theirs")
     for again in (args, [arg for arg in args if "begin" not in arg]):
         shutil.rmtree(folder / "resumed", ignore_errors=True)
         shutil.copytree(folder / "further" / "step_000003", folder / "resumed" / "step_000003")
         shutil.copy(folder / "further" / "metrics.jsonl", folder / "resumed")
         trained("--model_tag=resumed", *again, "--resume=auto")
-        assert_same_run(base, "further", "resumed", 6)
+        assert_same_run("further", "resumed", 6)
 
 
 def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base):
@@ -663,28 +461,16 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_the_run(small_disk):
     not_saved = f"step 20 was not saved: No space left .*; training goes on, the next save tries again; {newest}"
     assert len(re.findall(f"^warning: {not_saved}$", printed, re.MULTILINE)) == 1, printed
     assert f"warning: {folder}/metrics.jsonl lacks a line: No space left" in printed
-    assert {*range(12), *range(34, 40)} <= losses(small_disk, "d1").keys()
+    assert {*range(12), *range(34, 40)} <= losses("d1").keys()
     assert [path.name for path in folder.glob("step_*")] == ["step_000040"]
     with open("/dev/full", "w") as full:
         command = [warm_python(), "-m", "scripts.base_train", *arguments("--model_tag=unheard", "--num_iterations=2")]
         assert subprocess.run(command, cwd=REPO, stdout=full, stderr=full, timeout=300).returncode == 0
 
 
-def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path):
-    """
-    First with a wandb on the path that breaks when it is imported, which is found before the first step; then with the
-    real one offline, where a resumed run continues under the same id. The compiler is not imported either.
-    """
-    (tmp_path / "wandb.py").write_text("raise RuntimeError('imported')")
-    quiet = trained("--num_iterations=1", env={"PYTHONPATH": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}, fresh=True)
-    imported = {line.split("|")[-1].strip() for line in quiet.stderr.splitlines()}
-    assert "nanochat.runtime.compiling" in imported and not imported & {"wandb", "torch._dynamo", "torch._inductor"}
-    asked = train("--num_iterations=1", "--run=me", "--overwrite", env={"PYTHONPATH": str(tmp_path)}, fresh=True)
-    assert asked.returncode == 1 and "error: run=me needs wandb, which does not work here: imported" in asked.stderr
-    assert "pip install wandb" in asked.stderr and "Traceback" not in asked.stderr
+def test_wandb_works_offline_and_a_resumed_run_continues_under_its_id(base):
     pytest.importorskip("wandb")
-    offline = {"WANDB_MODE": "offline"}
     for steps, how in ((2, "--overwrite"), (3, "--resume=auto")):
-        trained(f"--num_iterations={steps}", "--run=me", how, env=offline)
+        trained(f"--num_iterations={steps}", "--run=me", how, env={"WANDB_MODE": "offline"})
     runs = list(base.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(runs) == 2 and len({path.name for path in runs}) == 1, "on disk: one run in two parts"

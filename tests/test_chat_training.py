@@ -10,8 +10,9 @@ from statistics import fmean
 import pytest
 import torch
 from conftest import make_sums, run_module
-from ranks import Job, run_as_main, run_on_ranks
+from ranks import run_as_main, run_on_ranks
 from safetensors.torch import load_file
+from warm_python import Job
 
 from nanochat.data.conversation_loader import shuffled
 from nanochat.eval.task_eval import seed_with

@@ -21,7 +21,6 @@ from nanochat.model.gpt_config import GPTConfig, architecture, config_from_depth
 from nanochat.plan import limits
 from nanochat.plan.memory import GIB, RankMemory, largest_rows, needed_bytes
 from nanochat.plan.step_trial import rows_that_train, set_up_training, train_step, try_steps
-from nanochat.runtime.distributed import unknown_host
 from nanochat.runtime.errors import UserError
 
 
@@ -225,10 +224,3 @@ def test_limits_of_control_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "OWN_CGROUP", tmp_path / "own")
     found = {name: left for name, left in limits.memory_limits().items() if name.startswith("cgroup")}
     assert found == {f"cgroup {tmp_path}": 500}
-
-
-def test_a_host_name_without_an_address_is_told_as_torchrun_would_wait_for_it(monkeypatch):
-    assert unknown_host() == ""
-    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
-    assert "'no-such-host.invalid', the name of this machine, has no address" in unknown_host()
-    assert "--local-addr=127.0.0.1" in unknown_host() and "\n" not in unknown_host()

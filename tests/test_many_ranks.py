@@ -8,19 +8,20 @@ import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import termios
-import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, warm_python
-from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
+from conftest import ALL_PIECES, REPO, assert_same_run, losses, make_sums, warm_python
+from ranks import run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
+from warm_python import Job
 
 from nanochat.corpus.make_dataset import make
+from nanochat.runtime import distributed
 from nanochat.training.checkpoint import problem_with
 from nanochat.training.records import read_metrics
 
@@ -79,11 +80,6 @@ def folder(base: Path, tag: str) -> Path:
     return base / "base_checkpoints" / tag
 
 
-def losses(base: Path, tag: str) -> dict[int, float]:
-    records = read_metrics(folder(base, tag) / "metrics.jsonl")
-    return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
-
-
 def difference(a: dict[int, float], b: dict[int, float]) -> float:
     assert a.keys() == b.keys()
     return max(abs(a[step] - b[step]) for step in a)
@@ -93,14 +89,6 @@ def tensors(base: Path, tag: str, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, by file and name."""
     files = (folder(base, tag) / f"step_{step:06d}").glob("*.safetensors")
     return {f"{file.name} {name}": t for file in files for name, t in load_file(file).items()}
-
-
-def assert_same_run(base: Path, a: str, b: str, step: int) -> None:
-    """The same losses, and every tensor of the checkpoint, to the bit."""
-    first, second = tensors(base, a, step), tensors(base, b, step)
-    assert first.keys() == second.keys() and first
-    assert [name for name, t in first.items() if not torch.equal(t, second[name])] == []
-    assert losses(base, a) == losses(base, b)
 
 
 @pytest.fixture(scope="module")
@@ -120,25 +108,21 @@ def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     """
     train(1, "1", num_iterations=12)
     train(1, "2-0", num_iterations=1)
-    one = losses(base, "1")
+    one = losses("1")
     assert one[11] < one[0] - 1, "a curve that falls"
     for world_size, stage in ((2, 0), (2, 3), (4, 1), (4, 2), (4, 3)):
         tag = f"{world_size}-{stage}"
         also = dict(eval_every=12, sample_every=12) if tag == "2-3" else {}
-        printed = train(world_size, tag, num_iterations=12, zero_stage=stage, overwrite=True, **also)
-        assert bool(re.search(r"^  \S", printed, re.M)) == bool(also), "samples"
-        assert difference(losses(base, tag), one) < 1e-5, tag
+        train(world_size, tag, num_iterations=12, zero_stage=stage, overwrite=True, **also)
+        assert difference(losses(tag), one) < 1e-5, tag
 
 
-@pytest.mark.skipif(TINY["device_type"] == "cuda", reason="sizes of a CPU")
 def test_sizes_that_are_left_to_the_device_do_not_depend_on_the_ranks(base):
-    """Two steps of as few tokens as are chosen, 16 rows of 512: each rank takes as many rows as it can, up to 8."""
-    settings = dict(max_seq_len=-1, device_batch_size=-1, total_batch_size=-1, num_iterations=2)
-    for world_size, rows, micro_steps in ((1, 8, 2), (4, 4, 1)):
-        printed = train(world_size, f"chosen-{world_size}", **settings)
-        shares = f"{rows} rows x 512 x {world_size} rank(s) x {micro_steps} micro-step(s)"
-        assert f"batch: 8,192 tokens = {shares}\n" in printed
-    assert difference(losses(base, "chosen-1"), losses(base, "chosen-4")) < 1e-5
+    """Two steps of as few tokens as are chosen."""
+    for world_size in (1, 4):
+        train(world_size, f"chosen-{world_size}", max_seq_len=-1, device_batch_size=-1, total_batch_size=-1,
+              num_iterations=2)
+    assert difference(losses("chosen-1"), losses("chosen-4")) < 1e-5
 
 
 def test_bfloat16_does_not_depend_on_the_cut(base):
@@ -153,7 +137,7 @@ def test_bfloat16_does_not_depend_on_the_cut(base):
     for world_size, stage in ((4, 2), (2, 3)):
         tag = f"bf16-{world_size}-{stage}"
         train(world_size, tag, zero_stage=stage, **settings)
-        assert difference(losses(base, tag), losses(base, "bf16")) <= 1.5e-6, tag
+        assert difference(losses(tag), losses("bf16")) <= 1.5e-6, tag
 
 
 @pytest.mark.parametrize("stage, dtype", [(2, "float32"), (3, "bfloat16")])
@@ -166,7 +150,7 @@ def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dty
     shutil.copy(folder(base, straight) / "metrics.jsonl", folder(base, resumed))
     printed = train(2, resumed, resume="auto", **settings)
     assert "resuming from" in printed and "step 00004/" in printed and "step 00003/" not in printed
-    assert_same_run(base, straight, resumed, 8)
+    assert_same_run(straight, resumed, 8)
 
 
 def test_a_run_moves_between_ranks_and_stages(base):
@@ -176,35 +160,27 @@ def test_a_run_moves_between_ranks_and_stages(base):
     """
     settings = dict(num_iterations=12, save_every=3, depth=3, arch=ALL_PIECES)
     train(2, "stayed", zero_stage=2, **settings)
-    before, stage_before = "stayed", 2
+    before = "stayed"
     for world_size, stage, step in ((4, 3, 3), (3, 2, 6), (1, 1, 9)):
         tag = f"moved-{world_size}"
         shutil.copytree(folder(base, before) / f"step_{step:06d}", folder(base, tag) / f"step_{step:06d}")
         shutil.copy(folder(base, before) / "metrics.jsonl", folder(base, tag))
-        printed = train(world_size, tag, zero_stage=stage, resume="auto", **settings)
-        assert f"with another zero_stage: {stage_before} before" in printed
-        warned = "3 rank(s) do not divide the batch: 33% of their micro-steps are empty" in printed
-        assert warned == (world_size == 3)
-        before, stage_before = tag, stage
-    assert difference(losses(base, before), losses(base, "stayed")) < 1e-4
+        train(world_size, tag, zero_stage=stage, resume="auto", **settings)
+        before = tag
+    assert difference(losses(before), losses("stayed")) < 1e-4
 
 
 def test_a_model_that_is_trained_further_on_two_data_sets_does_not_depend_on_ranks(base):
-    """One rank, four, stage 3 and a pipeline: they read the same weights and rows; then one goes on after a stop."""
+    """One rank, four, stage 3 and a pipeline: they read the same weights and rows."""
     make(str(base / "texts"), "half", shard_mb=0.005)
-    further = dict(data="sums*9, half", begin_from="source", depth=-1, num_iterations=8, save_every=4)
+    further = dict(data="sums*9, half", begin_from="source", depth=-1, num_iterations=8)
     train(1, "source", depth=2, num_iterations=6, arch=ALL_PIECES)
     train(1, "further", **further)
-    assert losses(base, "further")[0] < losses(base, "source")[0] - 1, "with the weights of the other"
+    assert losses("further")[0] < losses("source")[0] - 1, "with the weights of the other"
     for world_size, settings in ((4, {}), (2, dict(zero_stage=3)), (2, dict(zero_stage=1, pipeline_stages=2))):
         tag = f"further-{world_size}-{len(settings)}"
         train(world_size, tag, **further, **settings)
-        assert difference(losses(base, tag), losses(base, "further")) < 1e-5, tag
-    shutil.rmtree(folder(base, "source"))
-    shutil.copytree(folder(base, "further-4-0"), folder(base, "stopped-4"))
-    shutil.rmtree(folder(base, "stopped-4") / "step_000008")
-    train(4, "stopped-4", **further, resume="auto")
-    assert_same_run(base, "stopped-4", "further-4-0", 8)
+        assert difference(losses(tag), losses("further")) < 1e-5, tag
 
 
 def test_a_bad_step_is_nobodys_update(base):
@@ -219,23 +195,27 @@ def test_a_bad_step_is_nobodys_update(base):
 # ---- Real kills, under torchrun
 
 def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None,
-              by: int = signal.SIGKILL, beat: float = 5, **settings) -> Job:
+              by: int = signal.SIGKILL, environment: dict | None = None, **settings) -> Job:
     settings = {"num_iterations": STEPS, "save_every": 4} | settings
-    return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill, by, beat)
+    return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill, by, **(environment or {}))
 
 
-@pytest.mark.parametrize("by, said", [
-    (signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "silent for 8 s: its process was stopped")])
-def test_a_rank_that_dies_is_brought_back_by_torchrun(base, tmp_path, undisturbed, by, said):
+def wait_less() -> None:
+    distributed.TRAINING_TIMEOUT = timedelta(seconds=10)
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_falls_silent_is_brought_back_by_torchrun(base, tmp_path, undisturbed, by):
     """
-    In mid-step. A stopped rank is named and ended by the process beside it. With --max-restarts the same command ends,
+    In mid-step; a stopped rank when the others' collective has timed out. With --max-restarts the same command ends,
     and matches the undisturbed run.
     """
-    tag = by.name
-    job = start_job(tmp_path / "log", tag, ("--max-restarts=1",), ("1", folder(base, tag) / "step_000012"), by, 1)
-    assert job.end() == 0 and said in job.text(), job.text()
+    environment = {"CHANGE": f"{__name__}.{wait_less.__name__}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    job = start_job(tmp_path / "log", by.name, ("--max-restarts=1",), ("1", folder(base, by.name) / "step_000012"), by,
+                    environment)
+    assert job.end() == 0, job.text()
     assert re.search(r"resuming from .*step_0000(08|12|16|20|24)", job.text())
-    assert_same_run(base, undisturbed, tag, STEPS)
+    assert_same_run(undisturbed, by.name, STEPS)
 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
@@ -250,17 +230,7 @@ def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, 
     printed = train(2, "saving", resume="auto", num_iterations=STEPS, save_every=4)
     assert f"warning: {newest}: optimizer_rank_00001.safetensors does not match its checksum" in printed
     assert "resuming from" in printed and not list(folder(base, "saving").glob(".step*"))
-    assert_same_run(base, undisturbed, "saving", STEPS)
-
-
-def test_an_evaluation_that_fails_on_all_ranks_costs_no_step(base, tmp_path, undisturbed):
-    """At step 6, where no save is due; the error is told once, and the resumed run is the undisturbed one."""
-    broken_bundle(base)
-    job = start_job(tmp_path / "log", "failed", save_every=-1, core_metric_every=6)
-    assert job.end() == 1 and job.text().count("error: ") == 1 and "broken.jsonl: a line" in job.text(), job.text()
-    assert [path.name for path in folder(base, "failed").glob("step_*")] == ["step_000006"]
-    train(2, "failed", resume="auto", num_iterations=STEPS)
-    assert_same_run(base, undisturbed, "failed", STEPS)
+    assert_same_run(undisturbed, "saving", STEPS)
 
 
 def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
@@ -272,7 +242,7 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturb
     assert 10 < step < STEPS and "exitcode" not in job.text(), job.text()
     assert max(folder(base, "stopped").glob("step_*")).name == f"step_{step:06d}"
     train(2, "stopped", resume="auto", num_iterations=STEPS, save_every=-1)
-    assert_same_run(base, undisturbed, "stopped", STEPS)
+    assert_same_run(undisturbed, "stopped", STEPS)
 
 
 def evaluate_until_stopped(rank: int, world_size: int, args: list[str]) -> tuple[str, int]:
@@ -290,10 +260,8 @@ def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once(base):
     assert [count for _, count in ranks] == [1, 1]
     assert printed.splitlines()[-1] == "stopped after step 4; --resume=auto continues"
     assert "step 00003/00005 (" in printed and "step 00004/00005 (" not in printed
-    assert not re.search(r"^  \S", printed.split("step 00003/00005")[1], re.M), "no samples of step 4"
     assert [path.name for path in folder(base, "left").glob("step_*")] == ["step_000004"]
-    printed = train(2, "left", resume="auto", **settings)
-    assert "step 00004/00005 | validation" in printed
+    assert "step 00004/00005 | validation" in train(2, "left", resume="auto", **settings)
 
 
 def test_a_lost_connection_saves_and_ends(base):
@@ -326,13 +294,12 @@ def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
     job = start_job(tmp_path / "log", "diverged", ("--max-restarts=1",), matrix_lr=1e38, num_iterations=20)
     assert job.end() == 1
     assert len(re.findall("^step 00000/", job.text(), re.MULTILINE)) == 1, job.text()
-    of_rank0 = "^error: loss or gradient not finite in 10 steps in a row.*[^)]$"
-    line, again = re.findall(of_rank0, job.text(), re.MULTILINE)
+    line, again = re.findall("^error: loss or gradient not finite.*[^)]$", job.text(), re.MULTILINE)
     assert line == again
 
 
 def test_a_disk_that_only_rank_0_finds_read_only_is_one_line(base, tmp_path, monkeypatch):
-    """The other rank waits for it, and must not report a lost connection. Before: where each rank is."""
+    """The other rank waits for it, and must not report a lost connection."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(disk)]).returncode:
@@ -347,70 +314,4 @@ def test_a_disk_that_only_rank_0_finds_read_only_is_one_line(base, tmp_path, mon
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     [line] = re.findall("^error: .*", job.text(), re.MULTILINE)
-    assert line.startswith(f"error: Read-only file system: {disk}/") and "free space" not in line
-    assert "rank 1:" not in job.text() and "onnection" not in job.text()
-    assert f"ranks 0 to 1 on {socket.gethostname()} (local ranks 0 to 1)\n" in job.text()
-
-
-def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
-    """
-    It ends as interrupted commands do: what follows in a script does not begin on half a model. And under nohup, where
-    SIGHUP is ignored, a lost connection changes nothing.
-    """
-    command = [warm_python(), "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=10**6))]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"},
-                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    for line in process.stdout:
-        if line.startswith("step 00001/"):
-            process.send_signal(signal.SIGHUP)
-        if line.startswith("step 00004/"):
-            process.send_signal(signal.SIGINT)
-            break
-    printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 130 and "SIGINT: finishing this step" in printed, printed
-    assert re.search(r"saved .*step_\d{6}\n", printed) and "--resume=auto continues" in printed
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
-WAITS = """
-import hashlib, os, signal, sys, time, torch.distributed as dist
-from nanochat.runtime import stopping
-stopping.STUCK_AFTER = 1
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-stopping.StopRequest()
-others = []
-signal.signal(signal.SIGUSR1, lambda *_: others.append(1))
-print(os.getpid(), flush=True)
-while "usr1" in sys.argv[1] and not others:
-    time.sleep(0.01)
-print("heard", flush=True)
-hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if "stuck" in sys.argv[1] else time.sleep(3)
-"""
-
-
-@pytest.mark.parametrize("how, status", [("stuck", 1), ("alive", 0), ("usr1, alive", 0), ("usr1, stuck", 1)])
-def test_a_signal_ends_a_rank_that_waits_for_ever(how, status):
-    """
-    Inside native code, as in a collective on a GPU whose other rank is dead, Python's handler never runs. A rank that
-    gets to its handler is left alone, and so is one that got a signal of somebody else's, which asks for no end; after
-    that the next SIGTERM still counts.
-    """
-    process = subprocess.Popen([warm_python(), "-c", WAITS, how], cwd=REPO, text=True, stdout=subprocess.PIPE)
-    pid = int(process.stdout.readline())
-    if "usr1" in how:
-        process.send_signal(signal.SIGUSR1)
-        assert process.stdout.readline() == "heard\n"
-    began = cpu_seconds(pid)
-    while "stuck" in how and cpu_seconds(pid) < began + 0.2:  # then it is inside the native code
-        time.sleep(0.01)
-    if how != "usr1, alive":
-        process.send_signal(signal.SIGTERM)
-    try:
-        assert process.wait(timeout=300) == status
-    finally:
-        process.kill()
+    assert f"Read-only file system: {disk}/" in line and "onnection" not in job.text()

@@ -7,7 +7,9 @@ program is a small real process: its standard files, environment, folder and ign
 signals that come to it go on to the fork, and its death is that of the fork's process group; it ends as the fork ends.
 sys.executable of the fork is this program again.
 """
+import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -17,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 import torch
-from ranks import REPO, context, like_python, run_as_main
+from ranks import REPO, context, run_as_main
 
 PROGRAM = r"""#!{python} -IS
 import os, sys
@@ -78,6 +81,39 @@ def run_module(module: str, *args: str, env: dict | None = None, timeout: float 
                           capture_output=True)
 
 
+class Job:
+    """
+    torchrun with two ranks of a script, its output in a file. kill: (ranks, pattern): the first process of each of
+    these ranks ("1", "01") gets the signal `by` once a path matches. SIGTERM goes to torchrun instead, while the rank
+    waits for it.
+    """
+
+    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (),
+                 kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL, **environment: str):
+        self.log = log
+        environment |= {"OMP_NUM_THREADS": "1"}
+        if kill:
+            environment |= {"KILL_RANKS": kill[0], "KILL_AT": str(kill[1]), "KILL_BY": str(int(by))}
+        command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher,
+                   "-m", module, "--", *args]
+        with open(log, "w") as output:
+            self.process = subprocess.Popen(command, cwd=REPO, stdout=output, stderr=subprocess.STDOUT,
+                                            env=os.environ | environment)
+        if kill and by == signal.SIGTERM:
+            while not kill[1].exists() and self.process.poll() is None:
+                time.sleep(0.01)
+            self.process.send_signal(by)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def end(self, timeout: float = 300) -> int:
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.process.kill()
+
+
 def serve(address: str, ready) -> None:
     """For each connection a process, which forks what was asked for and waits for it."""
     listener = socket.socket(socket.AF_UNIX)
@@ -116,6 +152,33 @@ def attend(connection: socket.socket) -> NoReturn:
     ended.set()
     connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
     os._exit(0)
+
+
+def like_python(environment: dict, ignored: Sequence[int], run: Callable[[], None]) -> NoReturn:
+    """The life of a process that was forked rather than started, with the signals that Python has, and its ends."""
+    gc.freeze()
+    atexit._clear()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in ignored else signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    status = 0
+    try:
+        run()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else 1 if end.code else 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    if status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
 
 
 def forward(stream: BinaryIO, pid: int, ended: threading.Event) -> None:

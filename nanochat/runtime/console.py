@@ -24,8 +24,6 @@ def print0(*values: object) -> None:
         # EIO is a terminal that is gone, EPIPE a pipe without a reader.
         if error.errno in (errno.EIO, errno.EPIPE):
             discard_output()
-        elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
 
 
 def escape_unprintable() -> None:

@@ -6,25 +6,29 @@ import os
 import socket
 import tempfile
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nanochat.runtime import heartbeat
 from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
 from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.devices import be_deterministic, choose_device_type, compute_dtype, prepare_device
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.exits import ending, tell_restarts
+from nanochat.runtime.exits import tell_restarts
 from nanochat.runtime.files import base_dir
 
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
+# A rank that dies is noticed at once, by torchrun on its host and elsewhere by the lost connection. A rank that falls
+# silent (a stopped process, a host that is cut off) costs this time; then torchrun restarts the ranks.
 SETUP_TIMEOUT = timedelta(minutes=60)
 TRAINING_TIMEOUT = timedelta(minutes=10)
 # Seconds between the signals of two hosts' torchruns. Each torchrun looks once a second for hosts that want to join.
 MAX_SIGNAL_DELAY = 5
+
+job_stores: list[dist.Store] = []  # torchrun's, which outlives its ranks; none without torchrun
 
 
 def environment_number(name: str, default: int) -> int:
@@ -81,31 +85,10 @@ def join(backend: str, rank: int, world_size: int) -> None:
     if job_store.check(["user error"]):
         raise UserError(job_store.get("user error").decode())
     tell_restarts.append(functools.partial(job_store.set, "user error"))
-    node = environment_number("GROUP_RANK", 0)
-    # The ranks of each node, by its number and its host.
-    ranks_of: dict[tuple[int, str], list[int]] = {}
-    for other, place in enumerate(gather_objects((node, socket.gethostname()))):
-        ranks_of.setdefault(place, []).append(other)
-    numbers = "local ranks and GPUs" if backend == "nccl" else "local ranks"
-    hosts = [f"ranks {ranks[0]} to {ranks[-1]} on {host} ({numbers} 0 to {len(ranks) - 1})"
-             for (_, host), ranks in ranks_of.items()]
+    job_stores.append(job_store)
+    hosts = Counter(gather_objects(socket.gethostname()))
     if world_size > 1:
-        print0(", ".join(hosts))
-    watching = None
-    if len(hosts) > 1 and environment_number("LOCAL_RANK", 0) == 0:
-        watching = store.clone()
-    heartbeat.start(f"rank {rank} on {socket.gethostname()}", hosts, ending, node, watching)
-
-
-def unknown_host() -> str:
-    """A message if this machine's own name has no address, for which torchrun would wait forever; else ""."""
-    host = socket.gethostname()
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        return (f"{host!r}, the name of this machine, has no address ({error}), and torchrun would wait for one: "
-                f"start it with --local-addr=127.0.0.1, or add the line `127.0.1.1 {host}` to /etc/hosts")
-    return ""
+        print0(", ".join(f"{ranks} ranks on {host}" for host, ranks in hosts.items()))
 
 
 def require_shared_folder() -> None:
@@ -131,21 +114,28 @@ def hosts_may_change() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
 
 
-def compute_cleanup(stop=None) -> None:
+def mark_begun() -> None:
+    """Tell restarts by the same torchrun, which repeats all settings, that they must go on. Rank 0 only."""
+    for store in job_stores:
+        store.set("begun", "1")
+
+
+def was_begun() -> bool:
+    """Whether ranks that this torchrun started before have called `mark_begun`. Never in an elastic run."""
+    return any(store.check(["begun"]) for store in job_stores)
+
+
+def compute_cleanup(stopping: bool = False) -> None:
     """
-    Leave the process group when all ranks are here. stop: the StopRequest of a training script. If only another host
-    got the signal, wait until this host's torchrun sends one, too. This torchrun may be about to restart the ranks with
-    hosts that have joined. If a rank had already ended by then, torchrun would think that the run is over.
+    Leave the process group when all ranks are here. stopping: a signal has asked this rank to stop. It may come from a
+    torchrun that is about to restart the ranks with hosts that have joined. If a rank on another host ended before its
+    torchrun knew of them, torchrun would think that the run is over: so all wait until every torchrun knows.
     """
     if not dist.is_initialized():
         return
     # This also waits for all ranks.
-    stopping = any(gather_objects(stop is not None and stop.asked))
-    ending.set()
-    if stopping and environment_number("GROUP_WORLD_SIZE", 1) > 1:
-        deadline = time.monotonic() + MAX_SIGNAL_DELAY
-        while not stop.asked and time.monotonic() < deadline:
-            time.sleep(0.05)
+    if any(gather_objects(stopping)) and environment_number("GROUP_WORLD_SIZE", 1) > 1:
+        time.sleep(MAX_SIGNAL_DELAY)
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 # Operating-system refusals that the user, not the program, has to fix.
 FULL = {errno.ENOSPC, errno.EDQUOT}
-USER_ERRNOS = FULL | {errno.EACCES, errno.EROFS, errno.EPERM}
+USER_ERRNOS = FULL | {errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR}
 
 
 class UserError(Exception):
@@ -39,9 +39,6 @@ def one_line(error: BaseException, config: dict | None = None) -> str | None:
         where = f": {error.filename}" if error.filename else ""
         full = "free space there, or " if error.errno in FULL else ""
         return f"{os.strerror(error.errno)}{where} ({full}set NANOCHAT_BASE_DIR to another folder)"
-    base = os.environ.get("NANOCHAT_BASE_DIR")
-    if base and isinstance(error, OSError) and not os.path.isdir(base) and str(error.filename).startswith(base):
-        return f"{base} cannot be made: {error.strerror}; set NANOCHAT_BASE_DIR to another folder"
     rows = config.get("device_batch_size")
     if rows and is_out_of_memory(error):
         advice = "a smaller max_seq_len or depth, or activation_checkpointing"

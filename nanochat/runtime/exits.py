@@ -1,9 +1,8 @@
-"""How a process ends after an uncaught error: one line, a last save, and no restart that would only fail again."""
+"""How a process ends after an uncaught error: one line, and no restart that would only fail again."""
 import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -13,17 +12,6 @@ from nanochat.runtime.errors import one_line
 
 # Under torchrun: called with the line of an error that a restart would only repeat.
 tell_restarts: list[Callable[[str], object]] = []
-# Called after an uncaught error is reported, for example to save. They never raise or wait for dead ranks.
-last_acts: list[Callable[[], None]] = []
-# This process is about to exit, so the heartbeat must not end it.
-ending = threading.Event()
-
-
-def act_last() -> None:
-    """Run the last acts before the process ends, each once."""
-    ending.set()
-    while last_acts:
-        last_acts.pop()()
 
 
 def install_one_line_errors(config: dict | None = None) -> None:
@@ -33,15 +21,14 @@ def install_one_line_errors(config: dict | None = None) -> None:
     """
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         line, rank = one_line(error, config), os.environ.get("RANK")
+        another_rank = rank not in (None, "0")
         if line is not None and not isinstance(error, KeyboardInterrupt):
             for tell in tell_restarts:
                 # torchrun itself may be gone.
                 with contextlib.suppress(Exception):
                     tell(line)
-        another_rank = rank not in (None, "0")
         if line is not None and another_rank:
             # An error that every rank has is reported once: rank 0 comes first, then torchrun ends the others.
-            act_last()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
         # torch's own hook calls this one, and holds back sys.stderr until it returns.
@@ -58,11 +45,10 @@ def install_one_line_errors(config: dict | None = None) -> None:
                 of_rank = f" (rank {rank})" if another_rank else ""
                 print(f"error: {line}{of_rank}", file=out)
             out.flush()
-        act_last()
-        # Among several ranks, an orderly exit could wait for a dead rank.
-        if rank is not None:
-            with contextlib.suppress(OSError):
+            # Among several ranks, an orderly exit could wait for a dead rank.
+            if rank is not None:
                 sys.stdout.flush()
+        if rank is not None:
             os._exit(1)
 
     sys.excepthook = hook

@@ -74,14 +74,19 @@ def write_aside(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent, ignore_cleanup_errors=True) as folder:
         aside = Path(folder, path.name)
         yield aside
-        for written in aside.rglob("*"):
-            sync(written)
-        sync(aside)
-        # A rename can replace only an empty folder.
-        if aside.is_dir() and path.is_dir():
-            os.rename(path, previous(path))
-        os.replace(aside, path)
-        sync(path.parent)
+        put_in_place(aside, path)
+
+
+def put_in_place(aside: Path, path: Path) -> None:
+    """Sync a finished file or folder and rename it to `path`, in the same file system."""
+    for written in aside.rglob("*"):
+        sync(written)
+    sync(aside)
+    # A rename can replace only an empty folder.
+    if aside.is_dir() and path.is_dir():
+        os.rename(path, previous(path))
+    os.replace(aside, path)
+    sync(path.parent)
     shutil.rmtree(previous(path), ignore_errors=True)
 
 

@@ -1,22 +1,16 @@
-"""Stop requests: how a signal to one rank ends all of them in the same place, and no rank waits for a dead one."""
+"""Stop requests: how a signal to one rank ends all of them in the same place."""
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from typing import NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from nanochat.runtime.collectives import all_reduce_sum, collective_device
 from nanochat.runtime.console import discard_output, is_rank0, print0
 from nanochat.runtime.distributed import compute_cleanup
 
 T = TypeVar("T")
-# From a signal to the end of a rank that still waits for its device or another rank, in seconds: more than a step
-# takes, less than the TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 of the launchers here.
-STUCK_AFTER = 120
 
 
 class StopRequest:
@@ -24,8 +18,8 @@ class StopRequest:
     Turns SIGTERM, SIGINT and SIGHUP (the terminal is gone) into `asked`, which the loop shares with all ranks. An
     ignored SIGHUP (nohup) stays ignored. Without torchrun, which repeats signals, a second Ctrl-C interrupts at once.
 
-    A rank that waits in a collective on a GPU for a dead rank never runs Python's signal handler. A thread ends such a
-    process STUCK_AFTER seconds after torchrun's signal, so that it does not hold up the job.
+    A rank that waits in a collective on a GPU for a dead rank never runs Python's signal handler: torchrun kills it
+    after its TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30 s; 300 s in the launchers here, so that a save can end).
     """
 
     current: "StopRequest | None" = None  # of a training script
@@ -33,38 +27,10 @@ class StopRequest:
     def __init__(self):
         self.asked = False
         self.exit_code = 0
-        # Restored in a forked child: the handler of each signal, and the descriptor that gets the signal's number.
-        self.handlers_before = {}
-        self.wakeup_before = -1
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self.handlers_before[number] = signal.signal(number, self.ask)
-        os.register_at_fork(after_in_child=self.forget)
+                signal.signal(number, self.ask)
         StopRequest.current = self
-        if dist.is_initialized():
-            reader, writer = os.pipe()
-            os.set_blocking(writer, False)
-            # Written to at once, even in a collective.
-            self.wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-            threading.Thread(target=self.watch, args=(reader,), daemon=True, name="signals").start()
-
-    def watch(self, reader: int) -> None:
-        """
-        The thread: ends a process that is still waiting when the time is over. The descriptor gets the number of every
-        signal with a Python handler; signals of libraries (SIGCHLD, SIGUSR1, SIGALRM) are ignored.
-        """
-        while os.read(reader, 1)[0] not in self.handlers_before:
-            pass
-        time.sleep(STUCK_AFTER)
-        if not self.asked:
-            os.write(2, f"stuck for {STUCK_AFTER} s after a signal, most likely waiting for a dead rank\n".encode())
-            os._exit(1)
-
-    def forget(self) -> None:
-        """In a forked child: a signal to it must not stop its parent, whose pipe it would write to."""
-        signal.set_wakeup_fd(self.wakeup_before)
-        for number, handler in self.handlers_before.items():
-            signal.signal(number, handler)
 
     def ask(self, number: int, _frame: object) -> None:
         """The signal handler."""
@@ -93,7 +59,7 @@ class StopRequest:
         143 for SIGTERM), so that a script does not run its next command; under torchrun 0. COLLECTIVE.
         """
         print0(f"stopped after step {step}; --resume=auto continues" if step else "stopped before the first step")
-        compute_cleanup(self)
+        compute_cleanup(self.asked)
         raise SystemExit(self.exit_code)
 
 

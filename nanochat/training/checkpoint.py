@@ -11,7 +11,6 @@ Checkpoints: a folder per step, whole or absent, checked when it is read, and lo
 saving.py writes checkpoints, and resharding.py loads the training state. Functions marked COLLECTIVE are called by
 every rank, and raise on all or none.
 """
-import contextlib
 import json
 import os
 import re
@@ -25,8 +24,9 @@ from safetensors.torch import load_file
 from nanochat.data.tokenizer import FILE_NAME, Tokenizer, tokenizer_dir
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects, rank_and_size
+from nanochat.runtime.collectives import first_problem, from_rank0, rank_and_size
 from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import hosts_may_change, was_begun
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, locked, recover_folder, sha256
 from nanochat.training.records import (
@@ -71,11 +71,6 @@ def newest_saved(folder: Path) -> str:
     return f"the newest saved step is {newest}" if newest else f"no step is saved in {folder}"
 
 
-def has_training_state(checkpoint: Path) -> bool:
-    """Whether a run can resume from the checkpoint: an import has weights only."""
-    return any(checkpoint.glob("optimizer_rank_*.safetensors"))
-
-
 # ---- Finding: a checkpoint is verified before it is loaded
 
 
@@ -113,20 +108,22 @@ def find_checkpoint(
     The checkpoint of a step, or the newest valid one (step None), of all or `among` these: damaged ones are reported
     and passed over. training: as for `problem_with`. UserError if there is none. COLLECTIVE.
     """
-    steps = among or from_rank0(list_steps, folder)
-    for candidate in reversed(steps):
-        if step not in (None, candidate):
-            continue
-        path = step_dir(folder, candidate)
-        problem = problem_with(path, training)
-        if problem is None:
-            return path
-        print0(f"warning: {path}: {problem}")
-    have = ", ".join(map(str, steps))
-    if not steps:
-        have = f"none; of other models: {', '.join(from_rank0(list_tags, folder.parent)) or 'none'}"
-    number = "" if step is None else f" of step {step}"
-    raise UserError(f"no valid checkpoint{number} in {folder} (steps there: {have})")
+    there = from_rank0(list_steps, folder)
+    wanted = among or there
+    if step is not None:
+        wanted = [step]
+    for candidate in reversed(there):
+        if candidate in wanted:
+            path = step_dir(folder, candidate)
+            problem = problem_with(path, training)
+            if problem is None:
+                return path
+            print0(f"warning: {path}: {problem}")
+    if not there:
+        others = ", ".join(from_rank0(list_tags, folder.parent)) or "none"
+        raise UserError(f"no valid checkpoint in {folder}; other models: {others}")
+    raise UserError(f"no valid checkpoint of step {', '.join(map(str, wanted))} in {folder} "
+                    f"(steps there: {', '.join(map(str, there))})")
 
 
 def model_dir(source: str, model_tag: str | None) -> Path:
@@ -135,10 +132,9 @@ def model_dir(source: str, model_tag: str | None) -> Path:
     if model_tag is not None:
         return folder
     tags = from_rank0(list_tags, folder)
-    if not tags:
-        raise UserError(f"0 models in {folder}: python -m {SCRIPTS[source]} makes one")
-    if len(tags) > 1:
-        raise UserError(f"{len(tags)} models in {folder}: {', '.join(tags)}; choose one with --model_tag")
+    if len(tags) != 1:
+        have = ", ".join(tags) or f"python -m {SCRIPTS[source]} makes one"
+        raise UserError(f"{len(tags)} models in {folder}: {have}; --model_tag chooses one")
     return folder / tags[0]
 
 
@@ -180,8 +176,6 @@ def tasks_of(stage: str, model_tag: str) -> str:
 def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:
     """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in; on "meta" without weights."""
     meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)
-    if tokenizer.fingerprint != meta["tokenizer"]:
-        raise UserError(f"{checkpoint}: the tokenizer there is not the one the model was trained with")
     model = model_without_memory(GPTConfig(**meta["model_config"]))
     if device.type != "meta":
         model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
@@ -193,42 +187,49 @@ def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokeni
 
 def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: int = -1) -> Path | None:
     """
-    The checkpoint a run continues from, or None to start from zero. UserError, unless `overwrite` is set, if
-    checkpoints of another run, or newer than resume_from_step, are in the way. No checkpoint is removed here.
-    Checkpoints that an interrupted run was about to replace (REPLACED) count only for resume_from_step.
-
-    torchrun restarts ranks after a failure, and when hosts come or go. Restarted ranks continue from the newest
-    checkpoint that the same torchrun's ranks have written, and ignore the settings about resuming; without one they
-    begin as the settings say. COLLECTIVE.
+    The checkpoint a run continues from, or None to start from zero. UserError as for `steps_to_resume`. No checkpoint
+    is removed here. COLLECTIVE.
     """
-    from_rank0(recover_steps, folder)
-    steps = from_rank0(list_steps, folder)
-    current = from_rank0(steps_not_replaced, folder)
-
-    # ---- Ranks that torchrun restarted
-    if own := from_rank0(written_by, launchers(), folder):
-        return find_checkpoint(folder, among=own)
-
-    # ---- A new run
-    if resume_from_step < 0 and not (current and resume == "auto"):
-        if steps and not (overwrite or resume):
-            raise UserError(f"{folder} has checkpoints; continue with --resume=auto, "
-                            "choose another --model_tag, or --overwrite")
+    steps = from_rank0(steps_to_resume, folder, resume, overwrite, resume_from_step)
+    if not steps:
         return None
-
-    # ---- A resumed run
-    if resume_from_step >= 0:
-        checkpoint = find_checkpoint(folder, resume_from_step)
-    else:
-        checkpoint = find_checkpoint(folder, among=current)
-    if not from_rank0(has_training_state, checkpoint):
+    checkpoint = find_checkpoint(folder, among=steps)
+    if not any(checkpoint.glob("optimizer_rank_*.safetensors")):
         raise UserError(f"{checkpoint} has weights only, like an import: no run can go on from it; start the next "
                         "stage from it, or choose another --model_tag")
-    newer = [step for step in current if step > resume_from_step >= 0]
-    if newer and not overwrite:
-        raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "
-                        "--overwrite removes them")
     return checkpoint
+
+
+def steps_to_resume(folder: Path, resume: str, overwrite: bool, resume_from_step: int) -> list[int]:
+    """
+    The steps whose newest valid checkpoint a run continues from; [] to start from zero. UserError, unless `overwrite`
+    is set, if checkpoints of another run, or newer than resume_from_step, are in the way. Checkpoints that an
+    interrupted run was about to replace (REPLACED) count only for resume_from_step. Rank 0 only.
+
+    torchrun restarts ranks after a failure with the same settings. Once the first attempt has begun to train, they
+    continue from its checkpoints. An elastic run cannot know whether it was begun, so --resume=auto must say it.
+    """
+    # A run that will be refused leaves nothing, not even the lock.
+    if folder.exists():
+        claim(folder).close()
+    steps, current = list_steps(folder), steps_not_replaced(folder)
+    if was_begun():
+        return current
+    if hosts_may_change() and (resume != "auto" or resume_from_step >= 0):
+        raise UserError("a run whose hosts come and go starts again each time with the same settings: "
+                        "it needs --resume=auto, and no --resume_from_step")
+    if resume_from_step >= 0:
+        newer = [step for step in current if step > resume_from_step]
+        if newer and not overwrite:
+            raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: "
+                            f"{', '.join(map(str, newer))}; --overwrite removes them")
+        return [resume_from_step]
+    if resume == "auto":
+        return current
+    if steps and not overwrite:
+        raise UserError(f"{folder} has checkpoints; continue with --resume=auto, choose another --model_tag, or "
+                        "--overwrite")
+    return []
 
 
 def meta_of_same_model(checkpoint: Path, config: GPTConfig, tokenizer: Tokenizer, data: str) -> dict:
@@ -243,36 +244,6 @@ def meta_of_same_model(checkpoint: Path, config: GPTConfig, tokenizer: Tokenizer
         raise UserError(f"{checkpoint} does not fit this run: its model has {differing}; "
                         "say so with --depth and --arch=modern,NAME=VALUE, or choose another --model_tag")
     return meta
-
-
-def launcher() -> str:
-    """
-    An id of the torchrun that started this process, "" without one: its host and its log folder, which has a random
-    name. The id stays the same when ranks are restarted. (torchrun's count of restarts leaves out restarts for hosts
-    that come and go, and a later run may have the same run id.)
-    """
-    logs, _, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")
-    return f"{socket.gethostname()} {logs}" if logs else ""
-
-
-def launchers() -> list[str]:
-    """The launchers of all ranks. In an elastic run some stay when hosts come and go. COLLECTIVE."""
-    return sorted(set(gather_objects(launcher())) - {""})
-
-
-def wrote(launchers: list[str], meta: dict) -> bool:
-    """Whether a checkpoint is from ranks that one of these launchers started."""
-    return not set(launchers).isdisjoint(meta.get("launchers", []))
-
-
-def written_by(launchers: list[str], folder: Path) -> list[int]:
-    """The steps that these launchers' ranks have saved, damaged or not; but a damaged meta.json names no launcher."""
-    written = []
-    for step in list_steps(folder):
-        with contextlib.suppress(OSError, ValueError):
-            if wrote(launchers, read_meta(step_dir(folder, step))):
-                written.append(step)
-    return written
 
 
 def steps_not_replaced(folder: Path) -> list[int]:
@@ -295,17 +266,13 @@ def changed_settings(meta: dict, now: dict) -> str:
     return text
 
 
-def lock_path(folder: Path) -> Path:
-    """The file that the process writing checkpoints into the folder locks; its text names the process."""
-    return folder.with_name(f".{folder.name}.lock")
-
-
 def claim(folder: Path) -> TextIO:
     """
     Make this process the only one that writes checkpoints into the folder, until the lock that is returned is closed or
-    the process ends. The UserError names the process that writes there now.
+    the process ends. Remains of killed saves are removed; a step that was being replaced comes back. The UserError
+    names the process that writes there now.
     """
-    path = lock_path(folder)
+    path = folder.with_name(f".{folder.name}.lock")
     try:
         lock = locked(path, wait=False)
     except BlockingIOError:
@@ -315,17 +282,6 @@ def claim(folder: Path) -> TextIO:
     lock.truncate(0)
     lock.write(f"host {socket.gethostname()}, process {os.getpid()}")
     lock.flush()
+    for left in folder.glob(".step_*"):
+        recover_folder(folder / left.name.split(".")[1])
     return lock
-
-
-def recover_steps(folder: Path) -> None:
-    """
-    Put back the step that a run was replacing when it was killed, and remove the remains of killed saves. UserError
-    while another run writes there.
-    """
-    # A run that will be refused leaves nothing, not even the lock.
-    if not folder.exists() and not lock_path(folder).exists():
-        return
-    with claim(folder):
-        for left in folder.glob(".step_*"):
-            recover_folder(folder / left.name.split(".")[1])

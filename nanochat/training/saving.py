@@ -2,24 +2,21 @@
 Saving in the background: training waits only for a copy to host memory, not for the disk.
 
     main thread, every rank        wait for the previous save; copy the tensors that this rank writes
-    background thread, rank 0      make the folder to fill
-    background thread, every rank  write, sync and hash this rank's files
+    background thread, every rank  write, sync and hash this rank's files, into a hidden folder
     background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; remove old checkpoints
 
-A failed save is a warning while training goes on, and an error if it was the last. After an error that ends the run on
-every rank, the last whole step is saved, unless the error came in mid-update.
+A failed save is a warning while training goes on, and an error if it was the last. An exception costs what a kill
+costs: at most the steps since the last save.
 """
-import contextlib
 import json
 import os
 import re
 import shutil
-import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -33,23 +30,18 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.sharding import Sharding
 from nanochat.runtime.collectives import from_rank0, gather_objects, rank_and_size
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import set_timeout
 from nanochat.runtime.errors import UserError, one_line
-from nanochat.runtime.exits import last_acts
-from nanochat.runtime.files import sha256, sync, write_folder_aside
+from nanochat.runtime.files import put_in_place, sha256, sync, write_folder_aside
 from nanochat.training.checkpoint import (
     MODEL_FILE,
     REPLACED,
     RULES,
     claim,
-    launchers,
     list_steps,
     newest_saved,
-    read_meta,
     step_dir,
     steps_not_replaced,
 )
-from nanochat.training.metrics import Metrics
 from nanochat.training.resharding import kept_state
 
 # Between checkpoints that no setting asks for: a crash costs at most half an hour. The newest two are kept, as one may
@@ -58,46 +50,39 @@ SAVE_MINUTES = 30
 KEPT_BY_TIME = 2
 # How long ranks wait for the slowest one's disk. A rank that dies is noticed at once: its connection closes.
 SAVE_TIMEOUT = timedelta(minutes=30)
-# After an exception: how long to wait for the other ranks to fail, too, and seconds to copy the tensors of a last save.
-ALL_FAILED_WITHIN = timedelta(seconds=10)
-COPY_TIMEOUT = 120
 
 Files = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # by name: the tensors of a file, and its metadata
 
 
 class CheckpointWriter:
     """
-    Writes a run's checkpoints into `folder`, one at a time, at least every `save_minutes`, and keeps the newest
-    `keep_last` (−1: all). UserError while another run writes there: the folder is this run's until `wait`, or the end
-    of the process. Its first checkpoint removes those after start_step (all, if that is 0) if `overwrite` says so.
-    COLLECTIVE, as are its methods: every rank calls them in the same order.
+    Writes a run's checkpoints into `folder`, one at a time, and keeps the newest `keep_last` (−1: all). UserError while
+    another run writes there: the folder is this run's until `wait`, or the end of the process. COLLECTIVE, as are its
+    methods: every rank calls them in the same order.
+
+    start_step: 0, or the step that is resumed. by_time: its steps saved only because time was up. overwrite: the first
+    checkpoint removes those after start_step (all, if that is 0), see `mark_replaced`.
     """
 
     def __init__(self, folder: Path, sharding: Sharding, optimizers, tokenizer: Tokenizer, start_step: int = 0,
-                 keep_last: int = -1, overwrite: bool = False, save_minutes: float = SAVE_MINUTES):
-        self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
-        self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
-        self.start_step, self.overwrite = start_step, overwrite
+                 by_time: list[int] | None = None, keep_last: int = -1, overwrite: bool = False):
+        self.folder, self.sharding, self.optimizers, self.tokenizer = folder, sharding, optimizers, tokenizer
+        self.start_step, self.by_time = start_step, list(by_time or [])
+        self.keep_last, self.overwrite = keep_last, overwrite
         self.lock: TextIO | None = None
-        self.launchers = launchers()
-        # Steps saved only because time was up, also before this run was resumed.
-        self.by_time: list[int] = from_rank0(self.take_folder)
-        last_acts.append(self.rescue)
+        from_rank0(self.take_folder)
         self.began = time.monotonic()  # time of the newest save, or of the run's start
         self.saved = start_step        # the step of the newest save; -1: it failed
-        self.state: tuple[int, Metrics, dict] | None = None  # between two steps: step, metrics and meta to save
-        self.thread: threading.Thread | None = None
-        self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
+        # Its thread is no daemon: when a run fails, the interpreter waits for it, instead of killing it in mid-write.
+        self.executor = ThreadPoolExecutor(1, "checkpoint")
+        self.writing: Future | None = None
         # The thread has its own group: its messages must not mix with the main thread's.
         self.group = None
         if rank_and_size()[1] > 1:
             self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
 
-    def take_folder(self) -> list[int]:
-        """Rank 0: claim the folder. Returns `by_time` as it was at start_step."""
+    def take_folder(self) -> None:
         self.lock = claim(self.folder)
-        begin = step_dir(self.folder, self.start_step)
-        return read_meta(begin).get("by_time", []) if begin.exists() else []
 
     def mark_replaced(self) -> None:
         """
@@ -114,197 +99,99 @@ class CheckpointWriter:
                 kept = path.rename(f"{path}.damaged-{time.time():.0f}")
                 print0(f"{path} is in the way of this run: its undamaged files are kept in {kept}")
 
-    # --- for the training loop
-
     def time_is_up(self) -> bool:
-        """Whether this rank asks for a checkpoint: on rank 0, `save_minutes` after the last one began."""
-        return self.sharding.rank == 0 and time.monotonic() - self.began >= 60 * self.save_minutes
+        """Whether this rank asks for a checkpoint: on rank 0, SAVE_MINUTES after the last one began."""
+        return self.sharding.rank == 0 and time.monotonic() - self.began >= 60 * SAVE_MINUTES
 
-    def set_state(self, step: int, metrics: Metrics, **meta) -> None:
+    def save(self, step: int, meta: dict, by_time: bool = False) -> None:
         """
-        Between two steps: set the state that `checkpoint` saves. Until `clear_state`, an exception that ends the run
-        saves it, too. meta: everything else that a resumed run needs, as JSON values.
+        Begin to save folder/step_NNNNNN, unless it is saved; parameters may change as soon as this returns. meta must
+        be JSON. by_time: only because time was up; of those the newest two are kept. A kill at any moment damages
+        nothing older.
         """
-        self.state = step, metrics, meta
-
-    def clear_state(self) -> None:
-        """Parameters change from here to the next `set_state`: an exception in between saves nothing."""
-        self.state = None
-
-    def checkpoint(self, asked_for: bool) -> None:
-        """
-        Save the state, unless it has been saved: if asked for, or if rank 0 says that `save_minutes` are over. Of the
-        checkpoints saved only because time was up, the newest two are kept.
-        """
-        step, metrics, meta = self.state
-        if not (asked_for or metrics.save_requested):
+        try:
+            self.join()
+        except Exception as error:
+            print0(f"warning: {error}; training goes on, the next save tries again")
+        if step <= self.saved:
             return
-        with metrics.paused():
-            metrics.save_requested = False
-            if step > self.saved:
-                if not asked_for:
-                    self.by_time.append(step)
-                self.save(step, meta | {"metrics_state": metrics.state, "by_time": self.by_time})
+        if by_time:
+            self.by_time.append(step)
+        self.began = time.monotonic()
+        text = describe(step, self.tokenizer, self.sharding.model.config, meta | {"by_time": self.by_time})
+        files = copy_to_host(self.sharding, self.optimizers)
+        self.saved = step
+        self.writing = self.executor.submit(self.write, step, files, text)
 
     def wait(self) -> None:
-        """
-        Wait for the last save, and let other runs have the folder. Raises the save's error on every rank: UserError if
-        the disk refused.
-        """
-        self.state = None
-        self.join()
-        if self.lock:
-            self.lock.close()
-            self.lock = None
-        failed, self.failed = self.failed, None
-        if failed:
-            step, error = failed
-            if isinstance(error, OSError):
-                raise UserError(self.not_saved(step, reason(error))) from error
-            raise error
+        """Let other runs have the folder, after the last save. Raises what `join` raises."""
+        try:
+            self.join()
+        finally:
+            if self.lock:
+                self.lock.close()
+                self.lock = None
 
-    # --- saving
+    def join(self) -> None:
+        """Wait for the save under way. If it has failed: UserError if the disk refused, else RuntimeError."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
 
-    def save(self, step: int, meta: dict) -> None:
-        """
-        Begin to save folder/step_NNNNNN; parameters may change as soon as this returns. meta must be JSON; launchers
-        and what `describe` knows are added to it. A kill at any moment damages nothing older.
-        """
-        self.join()
-        self.warn("; training goes on, the next save tries again")
-        meta = meta | {"launchers": self.launchers}
-        self.began = time.monotonic()
-        text = describe(step, self.tokenizer, self.sharding.model.config, meta)
-        files = copy_to_host(self.sharding, self.optimizers)
-        # Not before: an interrupted copy has saved nothing.
-        self.saved = step
-        # Not a daemon: when a run fails, the interpreter waits for the thread, instead of killing it in mid-write.
-        self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
-        self.thread.start()
-
-    def warn(self, consequence: str = "") -> None:
-        """Say that the last save failed, if it did."""
-        if self.failed:
-            step, error = self.failed
-            print0("warning: " + self.not_saved(step, reason(error) + consequence))
-            self.failed = None
-
-    def not_saved(self, step: int, why: str) -> str:
-        return f"step {step} was not saved: {why}; {newest_saved(self.folder)}"
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the save under way. UserError if that takes longer than the timeout, in seconds."""
-        if self.thread:
-            self.thread.join(timeout)
-            if self.thread.is_alive():
-                raise UserError(f"the save of step {self.saved} is not finished after {timeout / 60:.0f} minutes")
-            self.thread = None
+    # --- the thread
 
     def write(self, step: int, files: Files, meta: str) -> None:
-        """The thread: after a failure on one rank all ranks report that failure, and nothing half-made is left."""
-        begin = publish = None
-        if self.sharding.rank == 0:
-            begin, publish = self.begin, self.publish
+        """After a failure on one rank all ranks know it, and nothing half-made is left."""
+        target = step_dir(self.folder, step)
+        # All ranks know the name. `claim` has removed what an earlier run left there.
+        aside = target.with_name(f".{target.name}.tmp-save")
         try:
-            # Rank 0's stack has the folder to fill; closing the stack publishes it.
-            with contextlib.ExitStack() as stack:
-                # The path is relative: hosts may mount the shared disk in different places.
-                aside = self.folder / self.gather_results(begin, step, stack)[0]
-                sums = self.gather_results(write_files, aside, files)
-                self.gather_results(publish, step, stack, aside, sums, meta)
-        # An error on any rank, or a dead rank.
+            sums = self.results(write_files, aside, files)
+            failed = self.results(self.publish, aside, target, sums, meta)[0]
+        # A rank has died.
         except Exception as error:
-            self.failed = step, error
+            failed = RuntimeError(error)
+        if failed:
             self.saved = -1
+            raise type(failed)(f"step {step} was not saved: {failed}; {newest_saved(self.folder)}")
 
-    def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
-        """The folder to fill, within self.folder."""
-        aside = stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
-        return aside.relative_to(self.folder)
-
-    def publish(self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str) -> None:
-        """Make the filled folder a checkpoint."""
-        complete(aside, sums, self.tokenizer, meta)
-        stack.close()
-        print0(f"saved {step_dir(self.folder, step)}")
-        self.remove_old(step)
-
-    def remove_old(self, step: int) -> None:
-        """Rank 0: remove the checkpoints that this run replaces, and those before this step that are too old."""
-        current = steps_not_replaced(self.folder)
-        too_old = [old for old in list_steps(self.folder) if old not in current]
-        steps = [old for old in current if old <= step]
-        # Not all of by_time are on the disk: a save can fail.
-        too_old += [old for old in self.by_time if old in steps][:-KEPT_BY_TIME]
-        if self.keep_last > 0:
-            too_old += steps[: -self.keep_last]
-        for old in too_old:
-            # On NFS a file in use cannot be removed: it is removed at the next save.
-            shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)
-
-    def gather_results(self, function: Callable | None, *args) -> list:
-        """
-        The function's results on all ranks (None: this rank has nothing to do), on every rank. An exception on any
-        rank is raised on every rank.
-        """
+    def publish(self, aside: Path, target: Path, sums: list, meta: str) -> None:
+        """Rank 0: make the filled folder a checkpoint, unless a rank has an error instead of its files' sums."""
+        if self.sharding.rank != 0:
+            return
         try:
-            result = function(*args) if function else None
-        except (OSError, UserError) as error:
-            result = error
-        # Another rank may not be able to rebuild the class, so only the text travels.
+            for of_rank in sums:
+                if isinstance(of_rank, Exception):
+                    raise of_rank
+            complete(aside, sums, self.tokenizer, meta)
+            put_in_place(aside, target)
         except Exception:
-            result = RuntimeError(traceback.format_exc())
-        results = gather_objects(result, self.group)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        print0(f"saved {target}")
+        self.remove_old()
 
-    def rescue(self) -> None:
-        """
-        After an exception that ends the run: finish the save under way, then save the state. With several ranks, only
-        if all get here before the same step, and not on stage 3 of ZeRO, where parameters may be half gathered.
-        """
-        step = self.state[0] if self.state else -1
-        # Ranks that failed at different points of a step may wait for each other when the parameters are copied.
-        watchdog = threading.Timer(COPY_TIMEOUT, os._exit, [1])
-        watchdog.daemon = True
+    def results(self, function: Callable, *args) -> list:
+        """What the function returns or raises on each rank, on every rank."""
         try:
-            if self.thread and self.thread.is_alive():
-                print0(f"finishing the save of step {self.saved} before the run ends")
-            self.join(SAVE_TIMEOUT.total_seconds())
-            if self.state is None or step == self.saved:
-                self.warn()
-                return
-            if self.group:
-                if self.sharding.zero_stage == 3:
-                    raise UserError("on zero_stage=3 parameters may be half gathered")
-                set_timeout(ALL_FAILED_WITHIN, self.group)
-                if set(self.gather_results(lambda: step)) != {step}:
-                    raise UserError("other ranks failed in another step")
-                set_timeout(SAVE_TIMEOUT, self.group)
-                watchdog.start()
-            print0(f"saving step {step} before the run ends; --resume=auto continues from there")
-            self.checkpoint(asked_for=True)
-            # From here everything is in host memory.
-            watchdog.cancel()
-            self.wait()
-        # A second error must not hide the first.
-        except BaseException as error:
-            why, say = reason(error), print0
-            if self.group and not isinstance(error, UserError):
-                why += "; that takes all ranks, and some have not failed, or are gone"
-                # Rank 0, which usually prints, may be one of them.
-                say = partial(print, flush=True)
-            # The terminal may be gone.
-            with contextlib.suppress(OSError):
-                say("warning: " + self.not_saved(max(step, self.saved), why))
-        finally:
-            watchdog.cancel()
+            result = function(*args)
+        # Another rank may not be able to rebuild the class, so only the text travels.
+        except Exception as error:
+            line = one_line(error)
+            result = UserError(line) if line else RuntimeError(traceback.format_exc())
+        return gather_objects(result, self.group)
 
-
-def reason(error: BaseException) -> str:
-    return one_line(error) or f"{type(error).__name__}: {error}"
+    def remove_old(self) -> None:
+        """Rank 0: remove the checkpoints that this run replaces, and its own that are too old."""
+        own = steps_not_replaced(self.folder)
+        # Not all of by_time are on the disk: a save can fail.
+        too_old = [step for step in self.by_time if step in own][:-KEPT_BY_TIME]
+        if self.keep_last > 0:
+            too_old += own[: -self.keep_last]
+        for step in list_steps(self.folder):
+            if step in too_old or step not in own:
+                # On NFS a file in use cannot be removed: it is removed at the next save.
+                shutil.rmtree(step_dir(self.folder, step), ignore_errors=True)
 
 
 def save_weights(
@@ -356,6 +243,7 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
 
 def write_files(aside: Path, files: Files) -> dict[str, str]:
     """Write files into the folder and sync them; {file name: SHA-256}. OSError if the disk refuses."""
+    aside.mkdir(parents=True, exist_ok=True)
     sums = {}
     for name, (tensors, metadata) in files.items():
         write_tensors(aside / name, tensors, metadata)

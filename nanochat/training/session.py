@@ -11,7 +11,7 @@ from nanochat.optim.sharding import Sharding, StepStats
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import after_first_step, compute_cleanup
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, mark_begun
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.training.checkpoint import SCRIPTS
@@ -37,28 +37,27 @@ class Session:
         self.meta = dict(meta, config=settings, num_iterations=num_iterations, total_batch_size=tokens_per_step)
         self.stage = checkpoints.parent.name.removesuffix("_checkpoints")
         self.section = SCRIPTS[self.stage].removeprefix("scripts.")  # of the report
-        self.step, metrics_state = 0, None
-        if resumed:
-            self.step, metrics_state = resumed["step"], resumed["metrics_state"]
-            steps = resumed["num_iterations"]
-            if self.step < num_iterations != steps:
-                print0(f"the run has {num_iterations} steps now, it had {steps}: learning rates, momentum and weight "
-                       f"decay follow from that number, and may jump at step {self.step}")
+        before = resumed or {}
+        self.step = self.first_step = before.get("step", 0)
+        if self.step < num_iterations != before.get("num_iterations", num_iterations):
+            print0(f"the run has {num_iterations} steps now, it had {before['num_iterations']}: learning rates, "
+                   f"momentum and weight decay follow from that number, and may jump at step {self.step}")
         model = sharding.model
         if set_compile(settings["compile"], sharding.device.type):
             compile_model(model)
         whole = model_without_memory(model.config)  # a pipeline's stage is a part of it
-        self.saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, self.step, settings["keep_last"],
-                                      settings["overwrite"])
+        self.saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, self.step, before.get("by_time"),
+                                      settings["keep_last"], settings["overwrite"])
         self.metrics = Metrics(checkpoints, settings["run"], settings, self.step, num_iterations, tokens_per_step,
-                               whole.estimate_flops(), peak_flops(sharding.device, sharding.dtype), metrics_state)
+                               whole.estimate_flops(), peak_flops(sharding.device, sharding.dtype),
+                               before.get("metrics_state"))
         self.stop = StopRequest()
-        self.stopped = False         # before this step, by a signal to some rank
-        self.first_step = self.step  # it compiles
+        self.stopped = False  # before this step, by a signal to some rank
 
     def begin_run(self) -> None:
         """Rank 0, after the first step, or if none is left to train: what is left of an earlier run makes way."""
         self.saver.mark_replaced()
+        mark_begun()
         self.metrics.begin_file()
         # The report's sections about the model that this run replaces.
         if self.first_step == 0:
@@ -66,14 +65,19 @@ class Session:
 
     def save_if_due(self, **meta) -> None:
         """
-        Between two steps: save a checkpoint if it is time, or if the run ends or is `stopped` here. Until `update` an
-        error is followed by a save, too. meta: values that change with the step. UserError if the run has diverged.
+        Between two steps: save a checkpoint if one is due, if the run ends or is `stopped` here, or if rank 0 says that
+        the last one is half an hour old. meta: values that change with the step. UserError if the run has diverged.
         """
-        self.metrics.raise_if_diverged(self.step)
-        self.stopped = self.metrics.stop_requested
-        self.saver.set_state(self.step, self.metrics, **self.meta, **meta)
+        metrics = self.metrics
+        metrics.raise_if_diverged(self.step)
+        self.stopped = metrics.stop_requested
         due = is_due(self.step, self.num_iterations, self.settings["save_every"])
-        self.saver.checkpoint(asked_for=due or self.stopped or self.step >= self.num_iterations)
+        asked_for = due or self.stopped or self.step >= self.num_iterations
+        if asked_for or metrics.save_requested:
+            with metrics.paused():
+                metrics.save_requested = False
+                everything = self.meta | meta | {"metrics_state": metrics.state}
+                self.saver.save(self.step, everything, by_time=not asked_for)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -85,16 +89,11 @@ class Session:
         """Whether this rank asks to stop, and to save: for `Sharding.reduce_and_clip`, which tells all ranks."""
         return self.stop.asked, self.saver.time_is_up()
 
-    @contextlib.contextmanager
-    def update(self, stats: StepStats, lrm: float, tokens: int | None = None) -> Iterator[None]:
+    def end_step(self, stats: StepStats, lrm: float, tokens: int | None = None) -> None:
         """
-        Around the optimizers' steps and the gather: an error inside saves nothing, as parameters are half updated.
-        At its end it logs the step and increments `step`. lrm and tokens: see `Metrics.log_step`.
+        After an update: log the step and increment `step`. lrm and tokens: see `Metrics.log_step`. Reads the previous
+        step's numbers: the one place where the host waits for a GPU.
         """
-        # Reads the previous step's numbers: the one place where the host waits for a GPU.
-        self.metrics.flush()
-        self.saver.clear_state()
-        yield
         model = self.sharding.model
         self.metrics.log_step(self.step, stats.values, lrm, tokens, model.flops_left_out)
         model.flops_left_out = 0
@@ -108,7 +107,7 @@ class Session:
         """Wait for the last save and close the log. A run that a signal has stopped ends here: SystemExit."""
         if self.first_step == self.num_iterations:
             from_rank0(self.begin_run)
-            from_rank0(self.saver.remove_old, self.step)
+            from_rank0(self.saver.remove_old)
         self.saver.wait()
         self.metrics.close()
         if self.stopped:
@@ -116,8 +115,7 @@ class Session:
 
     def report(self, title: str, results: dict) -> None:
         """
-        After the end: write the stage's section of the report, print how to try its model, and
-        leave the other ranks.
+        After the end: write the stage's section of the report, print how to try its model, and leave the other ranks.
         """
         model_tag = self.saver.folder.name
         if origin := self.meta.get("origin"):
@@ -125,4 +123,4 @@ class Session:
         write_section(self.section, title, settings_table(self.settings), self.stage, results,
                       data=self.meta["data"], model_tag=model_tag)
         print0(f"talk to it: python -m scripts.chat_cli --source={self.stage} --model_tag={model_tag}")
-        compute_cleanup(self.stop)
+        compute_cleanup(self.stop.asked)

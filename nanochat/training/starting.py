@@ -14,6 +14,7 @@ from nanochat.optim.sharding import Sharding
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import was_begun
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import (
     changed_settings,
@@ -58,8 +59,9 @@ def find_start(stage: str, source: str, settings: dict, default_tag: str = "") -
     interrupted = choose_start(checkpoints, settings["resume"], settings["overwrite"],
                                settings.get("resume_from_step", -1))
     origin = ""
-    # An interrupted run goes on even if the model that it began with is gone.
-    if source_dir and not (interrupted and not from_rank0(list_steps, source_dir)):
+    # An interrupted run goes on even if the model that it began with is gone; one that torchrun has restarted, even if
+    # that model was trained further.
+    if source_dir and not (interrupted and (from_rank0(was_begun) or not from_rank0(list_steps, source_dir))):
         weights = find_checkpoint(source_dir, step, training=False)
         origin = from_rank0(describe_checkpoint, weights)
     if interrupted:
