@@ -210,11 +210,8 @@ def test_what_a_call_can_copy():
     assert question_of("<", "one ", ">", "|", "answer", "<", "two ", ">", "|") == "one \ntwo"
     assert question_of("cut off", ">", "|") == "cut off"
     assert question_of("cut off answer", "|", "answer", "<", "two", ">") == "two"
-    long = question_of("<", "begins here " + "word " * 300 + "and ends", ">")
-    assert long.startswith("begins here word") and long.endswith("word and ends") and len(long) <= 1000
-    assert set(long.split()) == {"begins", "here", "word", "and", "ends"}
-    unspaced = question_of("<", "开始" + "天" * 500 + "结束", ">")
-    assert unspaced.startswith("开始天") and unspaced.endswith("天结束")
+    long = question_of("<", "begins here " + "word " * 900 + "and ends", ">")
+    assert long.endswith("word and ends") and len(long) == 2000
 
 
 def after(question: str, *parts: tuple[str, str]) -> Copying:

@@ -23,7 +23,7 @@ from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.kv_cache import CachedModel, Row, linear
 from nanochat.inference.logprobs import token_logprobs
-from nanochat.inference.sampling import Adjustment, SamplingParams, draw
+from nanochat.inference.sampling import Sampler, SamplingParams, draw
 from nanochat.inference.tools import Tools
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
@@ -225,15 +225,14 @@ WRITTEN = [23, 28, 28, 28, 51]     # probable ones, by answers whose logits are 
 ALLOWED = np.arange(60) % 4 != 1        # by a grammar
 
 
-def probabilities(logits: torch.Tensor, sampling: SamplingParams, adjusts: bool, mask: bool) -> dict[int, float]:
+def probabilities(logits: torch.Tensor, sampling: SamplingParams, mask: bool) -> dict[int, float]:
     """The definition, in float64: adjust capped logits, sort, cut by top_k and then by top_p, renormalise."""
     logits = logits.clone()
-    if adjusts:
-        for token in WRITTEN:
-            logits[token] -= sampling.frequency_penalty
-        logits[list(set(WRITTEN))] -= sampling.presence_penalty
-        for token, bias in sampling.logit_bias:
-            logits[token] += bias
+    for token in WRITTEN:
+        logits[token] -= sampling.frequency_penalty
+    logits[list(set(WRITTEN))] -= sampling.presence_penalty
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
     if mask:
         logits[~ALLOWED] = -math.inf
     p = (logits / max(sampling.temperature, 1e-3)).softmax(0)
@@ -244,42 +243,43 @@ def probabilities(logits: torch.Tensor, sampling: SamplingParams, adjusts: bool,
     return {token: (p[token] / p[kept].sum()).item() for token in kept}
 
 
+def limited(sampling: SamplingParams, allowed) -> Sampler:
+    """A sampler whose grammar or copied text allows these tokens only."""
+    sampler = Sampler(sampling)
+    mask = np.zeros(60, dtype=bool)
+    mask[allowed] = True
+    sampler.limits = SimpleNamespace(allowed=mask, allows=mask.__getitem__, add=lambda token: None)
+    return sampler
+
+
 @pytest.mark.parametrize("softcap", [15.0, None])
 def test_draws_have_the_probabilities_of_the_definition(softcap):
     """
     Evenly spaced uniforms hit every token as often as its probability says, to one in a thousand draws. All kinds of
-    rows in one batch: plain, with penalties and biases, with a grammar, and with a copied text.
+    rows in one batch: plain, with penalties and biases, and limited.
     """
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(0)) * 4
     kinds = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p) for temperature, top_k, top_p in (
-        (1, 0, 1), (2.5, 0, 1), (0.3, 5, 1), (1.5, 0, 0.8), (3, 40, 0.9), (1, 1, 1), (1, 10**6, 1), (4, 0, 0),
-        (0, 7, 1), (5, 12, 1))]
+        (1, 0, 1), (2.5, 0, 1), (0.3, 5, 1), (1.5, 0, 0.8), (3, 40, 0.9), (1, 10**6, 1), (4, 0, 0), (0, 7, 1),
+        (5, 12, 1))]
     mixed = SamplingParams(1, 1.6, 30, 0.95, None, None, False, 0.3, 0.5, ((28, -2.0),))
     kinds += [SamplingParams(presence_penalty=-1.5), SamplingParams(logit_bias=((3, 8.0), (59, -100.0))), mixed,
               dataclasses.replace(mixed, temperature=0), dataclasses.replace(mixed, frequency_penalty=-2.0)]
-    masked = [kinds[-1], *(dataclasses.replace(one, tools=False) for one in kinds[:9])]    # these have a grammar
-    best = int(np.where(ALLOWED, logits[0], -math.inf).argmax())
-    copying = [SamplingParams(temperature=0, seed=1), SamplingParams(temperature=0, logit_bias=((best, -100.0),))]
-    kinds += masked[1:] + copying
-    adjustments = [Adjustment(one) if one.adds or one in masked + copying else None for one in kinds]
-    for adjustment in filter(None, adjustments):
+    samplers = [*map(Sampler, kinds), *(limited(one, ALLOWED) for one in kinds)]
+    for sampler in samplers:
         for token in WRITTEN:
-            adjustment.add(token)
-        if adjustment.sampling in masked:
-            adjustment.grammar = SimpleNamespace(allowed=ALLOWED)
-        if adjustment.sampling in copying:
-            adjustment.copying = SimpleNamespace(copy=True, allowed=ALLOWED, allows=ALLOWED.__getitem__)
-    N, counts = 1000, [Counter() for _ in kinds]
+            sampler.add(token)
+    N, counts = 1000, [Counter() for _ in samplers]
     for i in range(N):
-        drawn = draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds), softcap, adjustments)
+        drawn = draw(logits.expand(len(samplers), -1), samplers, [(i + 0.5) / N] * len(samplers), softcap)
         for count, token in zip(counts, drawn):
             count[token] += 1
     capped = softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()
-    for sampling, count in zip(kinds, counts):
-        expected = probabilities(capped, sampling, sampling.adds, sampling in masked + copying)
-        assert set(count) <= set(expected), sampling
+    for sampler, count in zip(samplers, counts):
+        expected = probabilities(capped, sampler.sampling, sampler.limits is not None)
+        assert set(count) <= set(expected), sampler.sampling
         for token, probability in expected.items():
-            assert abs(count[token] - N * probability) <= 1.01, (sampling, token)
+            assert abs(count[token] - N * probability) <= 1.01, (sampler.sampling, token)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}])
@@ -288,10 +288,9 @@ def test_no_cap_makes_a_forbidden_token_possible(settings):
     allowed = [7, 8, 50]
     logits = torch.full((2, 60), 1e4)
     logits[0, allowed] = torch.tensor([-1e4, -9e3, -9e3])
-    sampling = SamplingParams(tools=False, **settings)
-    adjustment = Adjustment(sampling)
-    adjustment.grammar = SimpleNamespace(allowed=allowed)
-    drawn = {draw(logits[:rows], [sampling] * rows, [u] * rows, 15.0, [adjustment, None][:rows])[0]
+    sampling = SamplingParams(**settings)
+    samplers = [limited(sampling, allowed), Sampler(sampling)]
+    drawn = {draw(logits[:rows], samplers[:rows], [u] * rows, 15.0)[0]
              for u in (0.0, 0.3, 0.6, 1 - 2**-24) for rows in (1, 2)}
     assert drawn == {7} if sampling.temperature == 0 else drawn <= set(allowed) and len(drawn) > 1
 
@@ -299,12 +298,12 @@ def test_no_cap_makes_a_forbidden_token_possible(settings):
 def test_top_p_alone_draws_what_sorting_everything_draws(monkeypatch):
     """Sharp and flat rows, in which a few, some or all of 5,000 tokens have to be sorted; no two are equal."""
     logits = torch.randn(24, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 24)[:, None]
-    samplings = [SamplingParams(top_p=rng.choice((0.1, 0.5, 0.9, 0.999))) for rng in [random.Random(0)] * 24]
+    samplers = [Sampler(SamplingParams(top_p=rng.choice((0.1, 0.5, 0.9, 0.999)))) for rng in [random.Random(0)] * 24]
     for u in (0.0, 0.3, 0.9, 1 - 2**-24):
         monkeypatch.setattr(nanochat.inference.sampling, "NUCLEUS", 5000)
-        expected = draw(logits, samplings, [u] * 24, 15.0)
+        expected = draw(logits, samplers, [u] * 24, 15.0)
         monkeypatch.setattr(nanochat.inference.sampling, "NUCLEUS", 8)
-        assert [draw(row[None], [one], [u], 15.0)[0] for row, one in zip(logits, samplings)] == expected
+        assert [draw(row[None], [one], [u], 15.0)[0] for row, one in zip(logits, samplers)] == expected
 
 
 @pytest.mark.parametrize("softcap", [15.0, None])
@@ -314,7 +313,7 @@ def test_extreme_uniforms_never_draw_what_is_excluded(settings, softcap):
     sampling, logits = SamplingParams(**settings), torch.full((1, 50), -1e4)
     logits[0, [7, 30, 31]] = torch.tensor([5.0, 5.0, 4.0])
     allowed = {7, 30} if sampling.top_p < 1 else {7, 30, 31}
-    drawn = {draw(logits, [sampling], [u], softcap)[0] for u in (0.0, 2**-24, 0.5, 1 - 2**-24)}
+    drawn = {draw(logits, [Sampler(sampling)], [u], softcap)[0] for u in (0.0, 2**-24, 0.5, 1 - 2**-24)}
     assert drawn <= allowed and len(drawn) > 1
 
 
@@ -400,7 +399,7 @@ def test_an_endless_temperature_draws_nothing_that_is_forbidden(top_p):
     """−∞ divided by it stays −∞: times the zero that 1e-300 is in float32 it would be NaN."""
     logits = torch.full((1, 50), -math.inf)
     logits[0, 7] = 1.0
-    assert draw(logits, [SamplingParams(4, 1e300, top_p=top_p)], [0.9], None) == [7]
+    assert draw(logits, [Sampler(SamplingParams(4, 1e300, top_p=top_p))], [0.9], None) == [7]
 
 
 def test_of_equal_logits_the_greedy_one_is_told_as_the_most_probable():

@@ -30,7 +30,7 @@ from nanochat.inference.copying import Copying, Vocabulary
 from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.inference.kv_cache import CachedModel, Row
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
-from nanochat.inference.sampling import Adjustment, SamplingParams, draw
+from nanochat.inference.sampling import Sampler, SamplingParams, draw
 from nanochat.inference.tools import MOST_CALLS, NOTHING, Tools, is_call
 from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
@@ -55,7 +55,7 @@ class Answer:
     sampling: SamplingParams
     limit: int                              # maximum number of tokens: max_tokens, or what the context leaves
     rng: random.Random
-    adjustment: Adjustment | None           # changes to its logits, if there are any
+    sampler: Sampler
     # The model has not read the last token yet.
     tokens: list[int] = field(default_factory=list)
     # For each token: whether the tool wrote it. RL does not reinforce the tool's tokens.
@@ -118,8 +118,7 @@ class Engine:
             copying = None
             if self.vocabulary and sampling.tools:
                 copying = Copying(self.vocabulary, prompt, self.stop_tokens(sampling))
-            adjustment = Adjustment(sampling, copying) if copying or sampling.adds or sampling.grammar else None
-            answers.append(Answer(prompt, sampling, limit, rng, adjustment))
+            answers.append(Answer(prompt, sampling, limit, rng, Sampler(sampling, copying)))
         self.waiting.extend(answers)
         return answers
 
@@ -236,8 +235,7 @@ class Engine:
         softcap = self.model.config.softcap
         # A sample draws only for its own tokens, not for the tool's.
         uniforms = [0.0 if answer.output else answer.rng.getrandbits(24) / 2**24 for answer in answers]
-        samplings = [answer.sampling for answer in answers]
-        drawn = draw(logits, samplings, uniforms, softcap, [answer.adjustment for answer in answers])
+        drawn = draw(logits, [answer.sampler for answer in answers], uniforms, softcap)
         wanted: dict[int, list[int]] = {}  # rows, by the number of probable tokens they want
         for row, (answer, token) in enumerate(zip(answers, drawn)):
             self._advance(answer, token)
@@ -258,17 +256,15 @@ class Engine:
         token = answer.output.popleft() if forced else drawn
         answer.tokens.append(token)
         answer.forced.append(forced)
-        if answer.adjustment:
-            answer.adjustment.add(token)
         if not forced and answer.sampling.tools:
             self._use_tool(answer, token)
         if token in self.stop_tokens(answer.sampling) and not forced and not answer.output:
             answer.finish_reason = "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
-        elif answer.sampling.grammar:
+        else:
             try:
-                answer.adjustment.grammar.advance(token)
+                answer.sampler.add(token)
             except UserError as error:
                 answer.error = error
 
@@ -282,9 +278,8 @@ class Engine:
         elif token == self.python_end and answer.expression is not None:
             expression = self.tokenizer.decode(answer.expression)
             result = self._call(answer, expression)
-            copying = answer.adjustment and answer.adjustment.copying
-            if result == NOTHING and copying and answer.calls < MOST_CALLS:
-                wider = self.tools.wider(expression, copying.questions())
+            if result == NOTHING and self.vocabulary and answer.calls < MOST_CALLS:
+                wider = self.tools.wider(expression, self.vocabulary.questions(answer.prompt))
                 if wider:
                     answer.output.extend([self.python_start, *self.tokenizer.encode(wider), self.python_end])
                     self._call(answer, wider)
