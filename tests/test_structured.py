@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -22,8 +21,7 @@ from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import Grammar, SamplingParams
 from nanochat.runtime.errors import UserError
 from nanochat.serve.functions import Function, read_call
-from nanochat.serve.grammar_trial import MAX_GRAMMAR_LENGTH
-from nanochat.serve.structured import compile_grammar, json_grammar
+from nanochat.serve.structured import MAX_GRAMMAR_LENGTH, compile_grammar, json_grammar
 
 STOPS = [SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>")]
 
@@ -100,7 +98,7 @@ def test_no_key_is_invented_and_no_number_endless(schema, fits, does_not):
     for value, expected in ((fits, True), (does_not, False)):
         grammar = tried(schema)
         tokens = TOKENIZER.encode(json.dumps(value, separators=(",", ":")))
-        accepted = all(grammar.allowed[token] and grammar.advance(token) is None for token in tokens)
+        accepted = all(grammar.allowed[token] and grammar.add(token) is None for token in tokens)
         assert (accepted and bool(grammar.allowed[STOPS[0]])) == expected, value
 
 
@@ -171,12 +169,6 @@ def test_no_schema_keeps_others_waiting():
         assert time.process_time() - started < 60, schema  # of the processor: others may be busy
 
 
-def test_without_the_library_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UserError, match=r"\. \./setup\.sh structured"):
-        tried({})
-
-
 # ---- Through the server
 
 
@@ -200,7 +192,7 @@ def test_a_form_that_takes_for_ever_keeps_nobody_waiting(server):
         assert server.ask(MARKER, max_tokens=3).choices and not any(future.done() for future in given_up)
         assert server.ask(MARKER, max_tokens=3, response_format={"type": "json_object"}).choices
         for future in given_up:
-            with pytest.raises(openai.BadRequestError, match="more than 2 s to compile"):
+            with pytest.raises(openai.BadRequestError, match="to compile"):
                 future.result()
     assert server.log.read_text().count("\n") == 1
 
