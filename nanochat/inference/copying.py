@@ -39,7 +39,6 @@ class Vocabulary:
     """The tokens of a tokenizer by their bytes, made once for all answers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.size = tokenizer.get_vocab_size()
         self.bytes_of = tokenizer.raw_tokens
         self.token_of = {token: number for number, token in enumerate(self.bytes_of) if len(token) <= MOST_BYTES}
         self.lengths = sorted({len(token) for token in self.token_of})
@@ -132,8 +131,7 @@ class Copying:
         """prompt: what the answer continues; stop: the tokens that may end it."""
         self.vocabulary, self.prompt = vocabulary, prompt
         # With a client's own functions <|python_end|> ends an answer, but it closes a call, never a quotation.
-        self.stop = {token for token in stop if vocabulary.is_special(token) and token < vocabulary.size}
-        self.stop -= {vocabulary.python_end}
+        self.stop = {token for token in stop if vocabulary.is_special(token)} - {vocabulary.python_end}
         self.special: int | None = None     # the answer's last special token
         self.written = b""                  # the answer since that token
         self.tool, self.called = "", ""     # the last call's name, until its result has come, and its text

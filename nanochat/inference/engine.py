@@ -53,6 +53,7 @@ class Answer:
     """One continuation of a prompt: `add` returns it, `step` extends it. A stop token that ends it is part of it."""
     prompt: list[int]                       # as the model reads it, perhaps truncated
     sampling: SamplingParams
+    stop: tuple[int, ...]                   # tokens that end it
     limit: int                              # maximum number of tokens: max_tokens, or what the context leaves
     rng: random.Random
     sampler: Sampler
@@ -90,7 +91,6 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self.tools = tools
-        self.default_stop = default_stop(tokenizer)
         special = tokenizer.encode_special
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
@@ -112,13 +112,14 @@ class Engine:
         # The last token is written, not read: an answer may end one token beyond the context.
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
         assert len(prompt) + limit - 1 <= self.capacity, "no memory was set aside for so many tokens"
+        stop = default_stop(self.tokenizer) if sampling.stop is None else sampling.stop
         answers = []
         for i in range(num_samples):
             rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
             copying = None
             if self.vocabulary and sampling.tools:
-                copying = Copying(self.vocabulary, prompt, self.stop_tokens(sampling))
-            answers.append(Answer(prompt, sampling, limit, rng, Sampler(sampling, copying)))
+                copying = Copying(self.vocabulary, prompt, stop)
+            answers.append(Answer(prompt, sampling, stop, limit, rng, Sampler(sampling, copying)))
         self.waiting.extend(answers)
         return answers
 
@@ -135,10 +136,6 @@ class Engine:
             raise UserError(f"{sizes}; shorten or truncate it")
         kept = self.context - min(sampling.max_tokens, self.context // 2)
         return prompt[:1] + prompt[len(prompt) - kept + 1 :]
-
-    def stop_tokens(self, sampling: SamplingParams) -> tuple[int, ...]:
-        """The tokens that end an answer."""
-        return self.default_stop if sampling.stop is None else sampling.stop
 
     def remove(self, answer: Answer) -> None:
         """End an answer now. Nothing happens if it has ended already."""
@@ -258,7 +255,7 @@ class Engine:
         answer.forced.append(forced)
         if not forced and answer.sampling.tools:
             self._use_tool(answer, token)
-        if token in self.stop_tokens(answer.sampling) and not forced and not answer.output:
+        if token in answer.stop and not forced and not answer.output:
             answer.finish_reason = "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
@@ -277,13 +274,13 @@ class Engine:
             answer.expression = []
         elif token == self.python_end and answer.expression is not None:
             expression = self.tokenizer.decode(answer.expression)
+            answer.expression = None
             result = self._call(answer, expression)
             if result == NOTHING and self.vocabulary and answer.calls < MOST_CALLS:
                 wider = self.tools.wider(expression, self.vocabulary.questions(answer.prompt))
                 if wider:
                     answer.output.extend([self.python_start, *self.tokenizer.encode(wider), self.python_end])
                     self._call(answer, wider)
-            answer.expression = None
         elif answer.expression is not None:
             answer.expression.append(token)
 

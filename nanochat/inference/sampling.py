@@ -159,13 +159,13 @@ def add_to_logits(logits: Tensor, samplers: Sequence[Sampler]) -> None:
 
 def forbid(logits: Tensor, samplers: Sequence[Sampler]) -> None:
     """Logits, (B, V), become −inf where a row's limits do not allow the token."""
-    limits = [sampler.limits.allowed if sampler.limits else None for sampler in samplers]
-    if any(allowed is not None for allowed in limits):
-        forbidden = np.zeros(tuple(logits.shape), dtype=bool)   # torch takes four times as long
-        for row, allowed in enumerate(limits):
-            if allowed is not None:
-                forbidden[row] = True
-                forbidden[row, allowed] = False
+    forbidden = np.zeros(tuple(logits.shape), dtype=bool)   # torch takes four times as long
+    for row, sampler in enumerate(samplers):
+        allowed = sampler.limits.allowed if sampler.limits else None
+        if allowed is not None:
+            forbidden[row] = True
+            forbidden[row, allowed] = False
+    if forbidden.any():
         logits.masked_fill_(torch.from_numpy(forbidden).to(logits.device), -math.inf)
 
 
@@ -175,10 +175,8 @@ def most_probable(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     quicker than ruling out all others.
     """
     tokens = logits.argmax(-1).tolist()
-    wrong = []
-    for row, sampler in enumerate(samplers):
-        if sampler.limits and not sampler.limits.allows(tokens[row]):
-            wrong.append(row)
+    limits = [sampler.limits for sampler in samplers]
+    wrong = [row for row, token in enumerate(tokens) if limits[row] and not limits[row].allows(token)]
     if wrong:
         part = logits[wrong]
         forbid(part, [samplers[row] for row in wrong])
