@@ -298,13 +298,6 @@ def test_logprobs_of_responses_are_those_of_chat(server):
     assert logprobs == [one.logprob for one in expected] and len(expected) == 20
 
 
-def test_what_is_wrong_with_a_form_is_said(server):
-    form = {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}
-    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
-        server.ask(MARKER, max_tokens=3, response_format=form)
-    assert server.log.read_text().count("\n") == 1, "the log has its first line, and no word of a user"
-
-
 def test_zz_ctrl_c_ends_it_with_streams_open(server):
     """At once, not after DRAIN_SECONDS: streams end with an error."""
     server.pace.set(0.1)  # the answers take 100 seconds

@@ -147,14 +147,17 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 def add_to_logits(logits: Tensor, samplers: Sequence[Sampler]) -> None:
     """Add penalties and biases to capped logits, (B, V), before temperature, top-k and top-p."""
+    if not any(sampler.added for sampler in samplers):
+        return
     places, values = [], []
     for row, sampler in enumerate(samplers):
-        places += [row * logits.size(1) + token for token in sampler.added]
-        values += sampler.added.values()
-    if places:
-        # One copy to the device for all rows; the limits on logit_bias and max_tokens bound it. No place occurs twice,
-        # so the sum does not depend on the order.
-        logits.view(-1).index_add_(0, *(torch.tensor(one, device=logits.device) for one in (places, values)))
+        # Numpy, because a request may have hundreds of biases.
+        places.append(np.fromiter(sampler.added, np.int64) + row * logits.size(1))
+        values.append(np.fromiter(sampler.added.values(), np.float32))
+    # One copy to the device for all rows; the limits on logit_bias and max_tokens bound it. No place occurs twice, so
+    # the sum does not depend on the order.
+    index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
+    logits.view(-1).index_add_(0, index, added)
 
 
 def forbid(logits: Tensor, samplers: Sequence[Sampler]) -> None:
