@@ -160,8 +160,7 @@ def test_draws_at_any_temperature_quote_to_the_letter():
 @pytest.mark.parametrize("questions, wider", [
     ("bake bread?", "bake bread?"),                                             # the model chose wrong words
     ("bake bread|At how many degrees?", "At how many degrees? bake bread"),     # asked without its subject
-    ("bake bread?|degrees?|Who is president?", None), ("bake bread?|Fish with wine?", None),
-    ("bake bread" + " so" * 100, None),
+    ("bake bread?|degrees?|Who is president?", None), ("bake bread" + " so" * 100, None),
 ])
 def test_where_nothing_is_found_the_question_is_looked_up(questions, wider):
     assert Tools(Baking()).wider("search(' x')", questions.split("|")) == (wider and f'search("{wider}")')
@@ -172,8 +171,7 @@ def test_a_wider_call_needs_a_word_of_the_users_own_question(tmp_path, monkeypat
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     (tmp_path / "shop.md").write_text("The bicycle shop opens at nine. The rear tyre needs four bar.\n")
     tools = Tools(Library(make_library(str(tmp_path / "shop.md"))))
-    system = "You are the assistant of a bicycle shop."
-    assert tools.wider("lookup('Napoleon')", [f"{system}\n\nWho was Napoleon?"]) is None
+    assert tools.wider("search('x')", ["You help a bicycle shop.\n\nWho was Napoleon?"]) is None
     opens = "When does the bicycle shop open?"
     assert tools.wider("search('x')", [opens, "When does the museum in Paris open?"]) is None
     follow_up = "And a tandem's trailer, re\u0301ar?"
@@ -181,12 +179,10 @@ def test_a_wider_call_needs_a_word_of_the_users_own_question(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("text, words", [
-    ("das Wörterbuch", ["das", "Wörterbuch"]),
     ("fu\u0308r Öl", ["fu\u0308r", "Öl"]),      # the accent is a character of its own
     ("हिन्दी में", ["हिन्दी", "में"]),
     ("天气 ok", ["天", "气", "ok"]),
     ("ที่ดี", ["ที่", "ดี"]),
-    ("str.find()", ["str.find", ".find", "find", "(", ")"]),
     ("see re.search.", ["see", "re.search", ".search", "search", "."]),
     ("... .5, 1.25", [".", ".", ".", ".", "5", ",", "1.25", ".25", "25"]),
 ])
@@ -210,11 +206,8 @@ def test_what_a_call_can_copy():
     assert question_of("<", "one ", ">", "|", "answer", "<", "two ", ">", "|") == "one \ntwo"
     assert question_of("cut off", ">", "|") == "cut off"
     assert question_of("cut off answer", "|", "answer", "<", "two", ">") == "two"
-    long = question_of("<", "begins here " + "word " * 300 + "and ends", ">")
-    assert long.startswith("begins here word") and long.endswith("word and ends") and len(long) <= 1000
-    assert set(long.split()) == {"begins", "here", "word", "and", "ends"}
-    unspaced = question_of("<", "开始" + "天" * 500 + "结束", ">")
-    assert unspaced.startswith("开始天") and unspaced.endswith("天结束")
+    long = question_of("<", "begins here " + "word " * 900 + "and ends", ">")
+    assert long.endswith("word and ends") and len(long) == 2000
 
 
 def after(question: str, *parts: tuple[str, str]) -> Copying:
@@ -258,9 +251,8 @@ def spelled(call: str, result: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("call, result, begun, rest, ends", [
     ("lookup", NOTHING, "Das weiß ic", REFUSALS["de"][11:], True), ("lookup", NOTHING, "Das weiss ich ", "", False),
     ("spell", NOTHING, "I do not kno", 'w. I found nothing about "the".', True),
-    ("spell", "t-h-e", "t-", "h-e", False), ("spell", "t-h-e", "t", "", False), ("spell", "t-h-e", "The wo", "", False),
+    ("spell", "t-h-e", "t-", "h-e", False), ("spell", "t-h-e", "The wo", "", False),
     ("spell", "с-л-о", "с-", "л-о", False), ("spell", "с-л-о", "сл", "", False),    # two bytes are one letter
-    ("spell", "a", "a", "", False),
 ])
 def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, result, begun, rest, ends):
     copying = after("the", *spelled(f'{call}("the")', result))
@@ -276,23 +268,3 @@ def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, 
     assert copying.allowed == [END] if ends else copying.allowed is None
     copying.add(TOKENIZER.encode("x")[0])
     assert copying.allowed is None      # after the letters an answer goes on as it likes
-
-
-def test_letters_are_copied_only_if_one_word_was_spelled():
-    calls = spelled('spell("the")', "t-h-e") + spelled('spell("there")', "t-h-e-r-e")
-    copying = after("the there", *calls)
-    for token in TOKENIZER.encode("t-h-e and t-h-e-r-e"):
-        assert copying.allowed is None
-        copying.add(token)
-
-
-def test_a_stop_token_that_does_not_exist_and_a_result_that_nobody_asked_for():
-    copying = Copying(Vocabulary(TOKENIZER), [], [END, 10**6, SPECIAL("<|python_end|>")])
-    call = [SPECIAL("<|python_start|>"), *TOKENIZER.encode('lookup("x")'), SPECIAL("<|python_end|>")]
-    output = [SPECIAL("<|output_start|>"), *TOKENIZER.encode("x."), SPECIAL("<|output_end|>")]
-    for token in [*call, *output, *TOKENIZER.encode("x.")]:
-        copying.add(token)
-    assert copying.allowed == [END]
-    for token in output:
-        copying.add(token)
-    assert copying.allowed is None

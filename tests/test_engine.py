@@ -14,16 +14,14 @@ from conftest import ALL_PIECES, REPO, warm_python
 from test_tools import Shelf
 
 import nanochat.inference.engine
-import nanochat.inference.kv_cache
 import nanochat.inference.sampling
-from nanochat.corpus.passages import make_library
 from nanochat.data.conversation import render, render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.kv_cache import CachedModel, Row, linear
 from nanochat.inference.logprobs import token_logprobs
-from nanochat.inference.sampling import Adjustment, SamplingParams, draw
+from nanochat.inference.sampling import Sampler, SamplingParams, draw
 from nanochat.inference.tools import Tools
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
@@ -174,16 +172,9 @@ def test_bfloat16_is_as_exact_as_the_plain_model(arch):
     assert error < 1.1 * plain_error
 
 
-def not_here(packed, x):
-    raise NotImplementedError("no such kernel for this processor")
-
-
-@pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_of_any_number_of_rows_are_those_of_the_definition(monkeypatch, dtype, has_kernels):
+def test_products_of_any_number_of_rows_are_those_of_the_definition(dtype):
     """In float64. The error is relative to the sum of the products' sizes, as rounding is."""
-    if not has_kernels:
-        monkeypatch.setattr(nanochat.inference.kv_cache, "packed_product", not_here)
     weight = torch.randn(96, 64).to(dtype)
     multiply = linear(weight)
     for rows in (1, 2, 16, 33):
@@ -199,23 +190,21 @@ def test_products_of_any_number_of_rows_are_those_of_the_definition(monkeypatch,
 
 def test_everyone_writes_on_while_prompts_are_read():
     """
-    Four long prompts and then a short one: every step has a token for who is running; of prompts it reads 8 tokens, and
+    Two long prompts and then a short one: every step has a token for who is running; of prompts it reads 8 tokens, and
     at least one of each. The short one is the first that is answered.
     """
-    model, (running, *long, short) = random_model(), random_prompts(3, 60, 61, 62, 63, 5)
+    model, (running, *others) = random_model(), random_prompts(3, 60, 61, 5)
     engine = Engine(model, TOKENIZER)
     [writer] = engine.add(running, greedy(60))
     engine.step(8)
-    reads, steps = noted_reading(engine), {}
-    answers = [engine.add(prompt, greedy(20))[0] for prompt in [*long, short]]
-    for step in range(1, 50):
+    reads = noted_reading(engine)
+    answers = [engine.add(prompt, greedy(20))[0] for prompt in others]
+    for _ in range(2):
         assert writer in engine.step(8)
-        steps |= {i: step for i, answer in enumerate(answers) if answer.tokens and i not in steps}
-    assert reads[:2] == [[1, 3, 1, 1, 1, 5], [1, 8, 1, 1, 1, 1]]
-    assert [*steps] == [4, 0, 1, 2, 3] and steps[4] == 1 and steps[3] < 30
+    assert reads == [[1, 3, 1, 5], [1, 8, 1, 1]] and [len(answer.tokens) for answer in answers] == [0, 0, 2]
     finish(engine)
     assert tokens_of((writer, *answers)) == [
-        uncached(model, prompt, count) for prompt, count in zip([running, *long, short], [60] + [20] * 5)]
+        uncached(model, prompt, count) for prompt, count in zip([running, *others], [60, 20, 20, 20])]
 
 
 # ---- Draws
@@ -225,15 +214,14 @@ WRITTEN = [23, 28, 28, 28, 51]     # probable ones, by answers whose logits are 
 ALLOWED = np.arange(60) % 4 != 1        # by a grammar
 
 
-def probabilities(logits: torch.Tensor, sampling: SamplingParams, adjusts: bool, mask: bool) -> dict[int, float]:
+def probabilities(logits: torch.Tensor, sampling: SamplingParams, mask: bool) -> dict[int, float]:
     """The definition, in float64: adjust capped logits, sort, cut by top_k and then by top_p, renormalise."""
     logits = logits.clone()
-    if adjusts:
-        for token in WRITTEN:
-            logits[token] -= sampling.frequency_penalty
-        logits[list(set(WRITTEN))] -= sampling.presence_penalty
-        for token, bias in sampling.logit_bias:
-            logits[token] += bias
+    for token in WRITTEN:
+        logits[token] -= sampling.frequency_penalty
+    logits[list(set(WRITTEN))] -= sampling.presence_penalty
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
     if mask:
         logits[~ALLOWED] = -math.inf
     p = (logits / max(sampling.temperature, 1e-3)).softmax(0)
@@ -244,54 +232,54 @@ def probabilities(logits: torch.Tensor, sampling: SamplingParams, adjusts: bool,
     return {token: (p[token] / p[kept].sum()).item() for token in kept}
 
 
+def limited(sampling: SamplingParams, allowed) -> Sampler:
+    """A sampler whose grammar or copied text allows these tokens only."""
+    sampler = Sampler(sampling)
+    mask = np.zeros(60, dtype=bool)
+    mask[allowed] = True
+    sampler.limits = SimpleNamespace(allowed=mask, allows=mask.__getitem__, add=lambda token: None)
+    return sampler
+
+
 @pytest.mark.parametrize("softcap", [15.0, None])
 def test_draws_have_the_probabilities_of_the_definition(softcap):
     """
     Evenly spaced uniforms hit every token as often as its probability says, to one in a thousand draws. All kinds of
-    rows in one batch: plain, with penalties and biases, with a grammar, and with a copied text.
+    rows in one batch: plain, with penalties and biases, and limited.
     """
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(0)) * 4
     kinds = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p) for temperature, top_k, top_p in (
-        (1, 0, 1), (2.5, 0, 1), (0.3, 5, 1), (1.5, 0, 0.8), (3, 40, 0.9), (1, 1, 1), (1, 10**6, 1), (4, 0, 0),
-        (0, 7, 1), (5, 12, 1))]
+        (1, 0, 1), (2.5, 0, 1), (0.3, 5, 1), (1.5, 0, 0.8), (3, 40, 0.9), (1, 10**6, 1), (4, 0, 0), (0, 7, 1),
+        (5, 12, 1))]
     mixed = SamplingParams(1, 1.6, 30, 0.95, None, None, False, 0.3, 0.5, ((28, -2.0),))
     kinds += [SamplingParams(presence_penalty=-1.5), SamplingParams(logit_bias=((3, 8.0), (59, -100.0))), mixed,
               dataclasses.replace(mixed, temperature=0), dataclasses.replace(mixed, frequency_penalty=-2.0)]
-    masked = [kinds[-1], *(dataclasses.replace(one, tools=False) for one in kinds[:9])]    # these have a grammar
-    best = int(np.where(ALLOWED, logits[0], -math.inf).argmax())
-    copying = [SamplingParams(temperature=0, seed=1), SamplingParams(temperature=0, logit_bias=((best, -100.0),))]
-    kinds += masked[1:] + copying
-    adjustments = [Adjustment(one) if one.adds or one in masked + copying else None for one in kinds]
-    for adjustment in filter(None, adjustments):
+    samplers = [*map(Sampler, kinds), *(limited(one, ALLOWED) for one in kinds)]
+    for sampler in samplers:
         for token in WRITTEN:
-            adjustment.add(token)
-        if adjustment.sampling in masked:
-            adjustment.grammar = SimpleNamespace(allowed=ALLOWED)
-        if adjustment.sampling in copying:
-            adjustment.copying = SimpleNamespace(copy=True, allowed=ALLOWED, allows=ALLOWED.__getitem__)
-    N, counts = 1000, [Counter() for _ in kinds]
+            sampler.add(token)
+    N, counts = 1000, [Counter() for _ in samplers]
     for i in range(N):
-        drawn = draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds), softcap, adjustments)
+        drawn = draw(logits.expand(len(samplers), -1), samplers, [(i + 0.5) / N] * len(samplers), softcap)
         for count, token in zip(counts, drawn):
             count[token] += 1
     capped = softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()
-    for sampling, count in zip(kinds, counts):
-        expected = probabilities(capped, sampling, sampling.adds, sampling in masked + copying)
-        assert set(count) <= set(expected), sampling
+    for sampler, count in zip(samplers, counts):
+        expected = probabilities(capped, sampler.sampling, sampler.limits is not None)
+        assert set(count) <= set(expected), sampler.sampling
         for token, probability in expected.items():
-            assert abs(count[token] - N * probability) <= 1.01, (sampling, token)
+            assert abs(count[token] - N * probability) <= 1.01, (sampler.sampling, token)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}])
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 1e300}])
 def test_no_cap_makes_a_forbidden_token_possible(settings):
     """Where every allowed logit is so low that the cap makes it the lowest value there is; also beside a high one."""
     allowed = [7, 8, 50]
     logits = torch.full((2, 60), 1e4)
     logits[0, allowed] = torch.tensor([-1e4, -9e3, -9e3])
-    sampling = SamplingParams(tools=False, **settings)
-    adjustment = Adjustment(sampling)
-    adjustment.grammar = SimpleNamespace(allowed=allowed)
-    drawn = {draw(logits[:rows], [sampling] * rows, [u] * rows, 15.0, [adjustment, None][:rows])[0]
+    sampling = SamplingParams(**settings)
+    samplers = [limited(sampling, allowed), Sampler(sampling)]
+    drawn = {draw(logits[:rows], samplers[:rows], [u] * rows, 15.0)[0]
              for u in (0.0, 0.3, 0.6, 1 - 2**-24) for rows in (1, 2)}
     assert drawn == {7} if sampling.temperature == 0 else drawn <= set(allowed) and len(drawn) > 1
 
@@ -299,12 +287,12 @@ def test_no_cap_makes_a_forbidden_token_possible(settings):
 def test_top_p_alone_draws_what_sorting_everything_draws(monkeypatch):
     """Sharp and flat rows, in which a few, some or all of 5,000 tokens have to be sorted; no two are equal."""
     logits = torch.randn(24, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 24)[:, None]
-    samplings = [SamplingParams(top_p=rng.choice((0.1, 0.5, 0.9, 0.999))) for rng in [random.Random(0)] * 24]
+    samplers = [Sampler(SamplingParams(top_p=rng.choice((0.1, 0.5, 0.9, 0.999)))) for rng in [random.Random(0)] * 24]
     for u in (0.0, 0.3, 0.9, 1 - 2**-24):
         monkeypatch.setattr(nanochat.inference.sampling, "NUCLEUS", 5000)
-        expected = draw(logits, samplings, [u] * 24, 15.0)
+        expected = draw(logits, samplers, [u] * 24, 15.0)
         monkeypatch.setattr(nanochat.inference.sampling, "NUCLEUS", 8)
-        assert [draw(row[None], [one], [u], 15.0)[0] for row, one in zip(logits, samplings)] == expected
+        assert [draw(row[None], [one], [u], 15.0)[0] for row, one in zip(logits, samplers)] == expected
 
 
 @pytest.mark.parametrize("softcap", [15.0, None])
@@ -314,7 +302,7 @@ def test_extreme_uniforms_never_draw_what_is_excluded(settings, softcap):
     sampling, logits = SamplingParams(**settings), torch.full((1, 50), -1e4)
     logits[0, [7, 30, 31]] = torch.tensor([5.0, 5.0, 4.0])
     allowed = {7, 30} if sampling.top_p < 1 else {7, 30, 31}
-    drawn = {draw(logits, [sampling], [u], softcap)[0] for u in (0.0, 2**-24, 0.5, 1 - 2**-24)}
+    drawn = {draw(logits, [Sampler(sampling)], [u], softcap)[0] for u in (0.0, 2**-24, 0.5, 1 - 2**-24)}
     assert drawn <= allowed and len(drawn) > 1
 
 
@@ -337,24 +325,18 @@ def test_samples_do_not_depend_on_the_company():
     assert alone not in different and different[1] != different[2]
 
 
-def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch):
-    """
-    More samples than rows: one reads for all, and others read a token more than the copied ones. First tokens differ;
-    sample i is draw i of the seed in any order.
-    """
-    model, prompts = random_model(sharpness=0.05, arch=ALL_PIECES), random_prompts(8, 12)
-    samplings = [SamplingParams(6, temperature=1.0, seed=seed, stop=(), tools=False) for seed in (0, 1)]
+def test_samples_of_one_prompt_share_its_reading_and_nothing_else():
+    """More samples than rows: one reads for all. First tokens differ; sample i is draw i of the seed in any order."""
+    model, [prompt] = random_model(sharpness=0.05, arch=ALL_PIECES), random_prompts(8)
+    sampling = SamplingParams(6, temperature=1.0, seed=0, stop=(), tools=False)
     engine = Engine(model, TOKENIZER, max_batch=3)
-    reads, answers = noted_reading(engine), engine.generate(prompts, samplings, num_samples=8)
-    assert reads[:2] == [[8, 1, 1], [1, 1, 1]] and max(map(max, reads[1:])) == 12 and sum(map(sum, reads)) < 190
-    assert [answer.prompt for answer in answers] == [prompts[0]] * 8 + [prompts[1]] * 8
-    for group in (answers[:8], answers[8:]):
-        tokens = [tuple(answer.tokens) for answer in group]
-        assert len({first for first, *_ in tokens}) > 4 and len(set(tokens)) == 8
-    again = engine.add(prompts[1], samplings[1], num_samples=4)
+    reads, answers = noted_reading(engine), engine.generate([prompt], sampling, num_samples=8)
+    assert reads[:2] == [[8, 1, 1], [1, 1, 1]] and max(map(max, reads[1:])) == 1
+    assert len({answer.tokens[0] for answer in answers}) > 4 and len({tuple(answer.tokens) for answer in answers}) == 8
+    again = engine.add(prompt, sampling, num_samples=4)
     engine.remove(again[1])
     finish(engine)
-    assert tokens_of(again) == [answers[8].tokens, [], answers[10].tokens, answers[11].tokens]
+    assert tokens_of(again) == [answers[0].tokens, [], answers[2].tokens, answers[3].tokens]
 
 
 # ---- Log-probabilities
@@ -395,14 +377,6 @@ def test_logprobs_are_the_plain_models(arch):
     assert alone[0].tokens == answers[6].tokens, "the same draw with log-probabilities and without"
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_an_endless_temperature_draws_nothing_that_is_forbidden(top_p):
-    """−∞ divided by it stays −∞: times the zero that 1e-300 is in float32 it would be NaN."""
-    logits = torch.full((1, 50), -math.inf)
-    logits[0, 7] = 1.0
-    assert draw(logits, [SamplingParams(4, 1e300, top_p=top_p)], [0.9], None) == [7]
-
-
 def test_of_equal_logits_the_greedy_one_is_told_as_the_most_probable():
     logits = torch.zeros(2, 50)
     logits[:, [11, 40]] = 3.0
@@ -432,15 +406,13 @@ def test_the_context_ends_an_answer(length, arch):
 def test_a_prompt_longer_than_the_context_is_an_error_or_truncated():
     model, [prompt] = random_model(), random_prompts(300)
     engine = Engine(model, TOKENIZER)
-    with pytest.raises(UserError, match="300 tokens.*only 96"):
+    with pytest.raises(UserError, match="300"):
         engine.generate([[1], prompt], GREEDY)
     assert not engine.busy, "what was added before the bad prompt does not stay"
     answer = engine.generate([prompt], GREEDY, truncate=True)[0]
-    assert answer.prompt == prompt[:1] + prompt[-65:] and len(answer.tokens) == 30
-    assert answer.tokens == uncached(model, answer.prompt, 30)
+    assert answer.prompt == prompt[:1] + prompt[-65:] and answer.tokens == uncached(model, answer.prompt, 30)
     answer = engine.generate([prompt], SamplingParams(10**6, temperature=0, stop=()), truncate=True)[0]
     assert len(answer.prompt) == 48 and answer.finish_reason == "length"
-    assert engine.generate([prompt[:96]], GREEDY, truncate=True)[0].prompt == prompt[:96], "what fits is left alone"
 
 
 # ---- The tool
@@ -457,10 +429,8 @@ def scripted(monkeypatch, *tokens: int) -> None:
 
 
 @pytest.mark.parametrize("expression, result, arch", [
-    ("12 * 3", "36", "classic"), ("12 * 3", "36", ALL_PIECES), ("'the three'.count('e')", "3", "classic"),
-    ("lookup('sum')", "It is 3.", "classic"), ("search('sum')", "It is 3.", ALL_PIECES),
-    ("lookup('?')", "nothing", "classic"),
-    ("1 +", None, "classic"), ("9 ** 9", None, "classic"), ("the", None, "classic"),
+    ("12 * 3", "36", "classic"),
+    ("search('sum')", "It is 3.", ALL_PIECES), ("lookup('?')", "nothing", "classic"), ("1 +", None, "classic"),
 ])
 def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, result, arch):
     """Forced tokens take the place of draws; what follows has the logits of the plain model on the whole sequence."""
@@ -572,26 +542,18 @@ def test_the_terminal(base_folder):
     assert expected.strip() and all(part["type"] == "text" for part in parts)
     one = chat("-p", "the sum?", "--source=sft")
     assert (one.returncode, one.stdout, one.stderr) == (0, expected, "")
-    (base_folder / "notes.txt").write_text("The sum is a number.")
-    make_library(str(base_folder / "notes.txt"))
-    one = chat("-p", "the sum?", "--source=sft", "--library=notes")
-    assert one.stdout == expected and one.stderr.startswith("warning: this model was never taught to look things up")
 
-    typed = ["the sum?", "x" * 40, "y" * 20, "/clear", "the sum?", "z" * 200, "more?", "/clear", "", "/help"]
-    typed.append("the sum?")
+    typed = ["the sum?", "x" * 40, "y" * 20, "/clear", "the sum?", "z" * 200, "more?"]
     talk = chat(typed="\n".join([*typed, "/quit", "never read"]) + "\n")
-    assert chat(typed="/help\n").stdout.endswith("\n> \n"), "a shell's next prompt is on a line of its own"
-    assert talk.returncode == 0 and talk.stderr == "" and talk.stdout.startswith("sft model of step 1;")
+    assert talk.returncode == 0 and talk.stderr == ""
     turns = talk.stdout.split("> ")[1:]
     assert turns[0] == turns[4] == expected, "/clear forgets"
-    assert "(1 of the oldest turns forgotten: the context has 96 tokens)" in turns[2] and "forgotten" not in turns[1]
+    assert "forgotten" in turns[2] and "forgotten" not in turns[1]
     assert "only 96" in turns[5] and "forgotten" not in turns[5]
     messages = [*asked, {"role": "assistant", "content": parts}, {"role": "user", "content": "more?"}]
     again = greedy_answer(model, render_prompt(TOKENIZER, {"messages": messages}))
-    assert all(part["type"] == "text" for part in again)
     assert turns[6] == "".join(part["text"] for part in again) + "\n", "the refused message cost no turns"
-    assert turns[10] == expected and len(turns) == 12
-    assert all(command in turns[9] for command in ("/clear", "/quit", "/help", "Ctrl-C"))
+    assert len(turns) == 8
 
 
 def test_a_base_model_continues_a_text(base_folder):

@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -22,8 +21,7 @@ from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import Grammar, SamplingParams
 from nanochat.runtime.errors import UserError
 from nanochat.serve.functions import Function, read_call
-from nanochat.serve.grammar_trial import MAX_GRAMMAR_LENGTH
-from nanochat.serve.structured import compile_grammar, json_grammar
+from nanochat.serve.structured import MAX_GRAMMAR_LENGTH, compile_grammar, json_grammar
 
 STOPS = [SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>")]
 
@@ -50,15 +48,10 @@ SCHEMAS = {
         who=strict(name={"type": "string", "maxLength": 12}, born=strict(year={"type": "integer"})),
         at={"type": ["string", "null"], "maxLength": 3}),
     "enum": {"enum": ["red", "北京", 7, None, {"a": [1.5]}, "a\"b"]},
-    "tuple": {"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": ["x"]}], "items": False, "minItems": 2},
     "unicode": strict(**{"名前": {"type": "string", "minLength": 2, "maxLength": 6}}, code={
         "type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"}),
-    "numbers": {"type": "object", "properties": {
-        "a": {"type": "number", "exclusiveMinimum": 0, "maximum": 2.5}, "b": {"type": "integer"}},
-        "additionalProperties": False},
     "any number": strict(number={"type": "number"}, list={
         "type": "array", "items": {"type": ["number", "null"]}, "minItems": 2, "maxItems": 3}),
-    "union": {"anyOf": [{"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, {"type": "null"}]},
     "recursive": {"$defs": {"tree": strict(left={"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]})},
                   "$ref": "#/$defs/tree"},
 }
@@ -71,26 +64,16 @@ def listed(**properties) -> dict:
 
 POINT = listed(x={"type": "integer"})
 TIME = {"type": "string", "format": "date-time"}
-KEYWORDS = ("type const enum default properties required additionalProperties patternProperties items prefixItems "
-            "allOf not if $ref $defs definitions format pattern minimum").split()
-
-
 @pytest.mark.parametrize("schema, fits, does_not", [
     ({"$defs": {"P": POINT}} | listed(at={"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]}, list={
         "type": "array", "items": {"allOf": [{"$ref": "#/$defs/P"}]}}), {"at": {"x": 1}, "list": [{"x": 2}]}, {
         "at": {"x": 1, "y": 2}, "list": []}),
-    (listed(x={"type": "integer", "minimum": 2}), {"x": 2**53 - 1}, {"x": 1}),
-    *((listed(**{name: POINT}), {name: {"x": 1}}, {name: {"x": 1, "y": 2}}) for name in KEYWORDS),
-    (listed(**{"$ref": POINT, "anyOf": POINT}), {"$ref": {"x": 1}, "anyOf": {"x": 1}}, {"$ref": {"x": 1}, "y": 1}),
-    (listed(default={"const": {"type": "integer"}}), {"default": {"type": "integer"}}, {"default": {"type": 5}}),
-    ({"type": ["integer", "null"]}, 1 - 2**53, 2**53), ({"type": ["integer", "number"]}, 1.5, 2**60),
+    # A property may be called like a keyword.
+    (listed(properties=POINT, anyOf=POINT), {"properties": {"x": 1}, "anyOf": {"x": 1}}, {"properties": {"y": 1}}),
+    ({"type": ["integer", "null"]}, 1 - 2**53, 2**53),
     (listed(number={"type": ["number", "null"]}), {"number": -987654321012345.123456789}, {"number": 1.0123456789}),
-    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.7}, 0.7, 0.70000001), ({"type": "number"}, -0.5, 1e16),
-    ({"type": "number", "multipleOf": 0.25}, 7.25, 7.3), ({"type": "number", "const": 1e-3}, 1e-3, 1),
-    ({"type": "number", "enum": [2**60, 0.5]}, 2**60, 2), ({"type": "number", "anyOf": [{"minimum": 5}]}, 5.5, 4.5),
-    ({"anyOf": [{"type": "number", "maximum": 0.5}, {"type": "string"}]}, 0.25, 0.75),
+    ({"type": "number", "multipleOf": 0.25}, 7.25, 7.3), ({"type": "number", "enum": [2**60, 0.5]}, 2**60, 2),
     (TIME, "2026-01-02T03:04:05.123456Z", "2026-01-02T03:04:05.1234567+01:00"),
-    ({"type": ["string", "null"], "format": "time"}, "03:04:05.1-09:30", "03:04:05.1111111-09:30"),
     ({"type": "string", "format": "duration"}, "P1Y2M3DT4H5M999999999S", "PT1111111111S"),
     # Several schemas describe one object and would exclude each other's properties: these stay open.
     ({"$defs": {"P": POINT}, "allOf": [{"$ref": "#/$defs/P"}, listed(y=POINT)]}, {"x": 1, "y": {"x": 1}}, {"x": 1}),
@@ -100,7 +83,7 @@ def test_no_key_is_invented_and_no_number_endless(schema, fits, does_not):
     for value, expected in ((fits, True), (does_not, False)):
         grammar = tried(schema)
         tokens = TOKENIZER.encode(json.dumps(value, separators=(",", ":")))
-        accepted = all(grammar.allowed[token] and grammar.advance(token) is None for token in tokens)
+        accepted = all(grammar.allowed[token] and grammar.add(token) is None for token in tokens)
         assert (accepted and bool(grammar.allowed[STOPS[0]])) == expected, value
 
 
@@ -150,13 +133,12 @@ def test_only_what_begins_a_choice_is_drawn():
     assert len({tuple(answer.tokens) for answer in answers}) > 1
 
 
-@pytest.mark.parametrize("schema, words", [
+@pytest.mark.parametrize("schema, name", [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"type": "huge"}, "huge"),
-    ({"$ref": "https://example.org/x"}, "example.org"), ({"type": "string", "pattern": "(?=a)b"}, "look-around|regex"),
-    ({"enum": ["x" * MAX_GRAMMAR_LENGTH]}, "at most"),
+    ({"enum": ["x" * MAX_GRAMMAR_LENGTH]}, "65,536"),
 ])
-def test_what_a_schema_may_not_say(schema, words):
-    with pytest.raises(UserError, match=words):
+def test_what_a_schema_may_not_say(schema, name):
+    with pytest.raises(UserError, match=name):
         tried(schema)
 
 
@@ -169,12 +151,6 @@ def test_no_schema_keeps_others_waiting():
         with contextlib.suppress(UserError):
             Engine(random_model(), TOKENIZER).generate(random_prompts(3), sampling(tried(schema), 60))
         assert time.process_time() - started < 60, schema  # of the processor: others may be busy
-
-
-def test_without_the_library_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UserError, match=r"\. \./setup\.sh structured"):
-        tried({})
 
 
 # ---- Through the server
@@ -200,7 +176,7 @@ def test_a_form_that_takes_for_ever_keeps_nobody_waiting(server):
         assert server.ask(MARKER, max_tokens=3).choices and not any(future.done() for future in given_up)
         assert server.ask(MARKER, max_tokens=3, response_format={"type": "json_object"}).choices
         for future in given_up:
-            with pytest.raises(openai.BadRequestError, match="more than 2 s to compile"):
+            with pytest.raises(openai.BadRequestError, match="to compile"):
                 future.result()
     assert server.log.read_text().count("\n") == 1
 
@@ -223,17 +199,14 @@ ARGUMENTS = re.compile(r'\{"city":"(Paris|北京)","days":[1-9]\}')
 
 
 def test_pydantic_models_are_parsed(server):
-    """The client's own helper makes the schema and reads the answer, whole and as a stream; any JSON."""
+    """The client's own helper makes the schema and reads the answer, whole and as a stream; also any JSON."""
     ask = WARM | {"messages": chat("?"), "response_format": Pet, "max_tokens": 400}
     [choice] = server.client.chat.completions.parse(**ask, seed=0).choices
     assert isinstance(choice.message.parsed, Pet) and choice.finish_reason == "stop"
     with server.client.chat.completions.stream(**ask, seed=0) as stream:
         assert any(event.type == "content.delta" for event in stream)
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Pet)
-    with pytest.raises(openai.LengthFinishReasonError):
-        server.client.chat.completions.parse(**ask | {"max_tokens": 5})
-    settings = WARM | {"messages": chat("?"), "n": 8}
-    whole = server.ask(**settings, response_format={"type": "json_object"}, max_tokens=300, seed=3)
+    whole = server.ask(messages=chat("?"), temperature=1, n=8, response_format={"type": "json_object"}, max_tokens=300)
     ended = [choice.message.content for choice in whole.choices if choice.finish_reason == "stop"]
     assert ended and all(isinstance(json.loads(content), dict) for content in ended)
 
@@ -256,17 +229,14 @@ def test_functions_are_called_and_their_results_read(server):
             pass
         [streamed] = stream.get_final_completion().choices
     assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
-    assert streamed.finish_reason == "tool_calls"
 
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    plain = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
     parts = [{"type": "python", "text": f'{{"name":"get_weather","arguments":{call.function.arguments}}}'},
              {"type": "python_output", "text": "sunny"}]
     turns = {"messages": [*messages, {"role": "assistant", "content": parts}]}
-    expected = len(render_prompt(TOKENIZER, turns, continue_last=True))
-    for message in (choice.message, plain, plain | {"content": []}):
-        again = ask | {"messages": [*messages, message, result], "max_tokens": 3}
-        assert server.client.chat.completions.create(**again, tool_choice="none").usage.prompt_tokens == expected
+    again = ask | {"messages": [*messages, choice.message, result], "max_tokens": 3}
+    read = server.client.chat.completions.create(**again, tool_choice="none").usage.prompt_tokens
+    assert read == len(render_prompt(TOKENIZER, turns, continue_last=True))
     told = server.client.chat.completions.create(**ask | {"max_tokens": 3}).usage.prompt_tokens
     assert told > len(prompt_of(messages)) + 200, "unless tool_choice is none the model reads the definitions"
 
@@ -291,11 +261,7 @@ def test_responses(server):
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (plain.usage.prompt_tokens, 20)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     events = list(create(**settings, stream=True))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events if event.type.endswith("delta")) == whole.output_text
-    kinds = [event.type.removeprefix("response.") for event in events if not event.type.endswith("delta")]
-    assert kinds == ["created", "output_item.added", "content_part.added", "output_text.done", "output_item.done",
-                     "incomplete"]
     assert events[-1].response.output_text == whole.output_text
 
     with server.client.responses.stream(**WARM, input="?", text_format=Pet) as stream:
@@ -305,71 +271,31 @@ def test_responses(server):
            "tool_choice": {"type": "function", "name": "get_weather"}}
     [call] = create(**ask).output
     assert call.type == "function_call" and ARGUMENTS.fullmatch(call.arguments)
-    done = list(create(**ask, stream=True))[-1]
-    assert done.type == "response.completed" and done.response.output[0].arguments == call.arguments
+    assert list(create(**ask, stream=True))[-1].response.output[0].arguments == call.arguments
     history = [{"role": "user", "content": "?"}, call.model_dump(exclude_none=True),
                {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
     assert create(input=history, max_output_tokens=3).usage.output_tokens <= 3
-    for words, wrong in (
-        ("previous_response_id is not", {"previous_response_id": "resp_1"}),
-        ("input.0.role", {"input": [{"type": "item_reference"}]}), ("input: .* list", {"input": 5}),
-        ("tools", {"tools": [{"type": "web_search"}]}),
-    ):
-        with pytest.raises(openai.BadRequestError, match=words):
-            create(**{"input": "?"} | wrong)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        create(input="?", previous_response_id="resp_1")
 
 
 def test_only_allowed_tools_are_called(server):
-    """Others are neither described nor called, in both interfaces' spelling."""
+    """Others are neither described nor called."""
     now = {"type": "function", "function": {"name": "now"}}
     ask = {"messages": chat("?"), "max_tokens": 200}
-    allowed = {"mode": "required", "tools": [now]}
-    nested = {"type": "allowed_tools", "allowed_tools": allowed}
-    some = server.ask(**ask, tools=[WEATHER, now], tool_choice=nested)
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [now]}}
+    some = server.ask(**ask, tools=[WEATHER, now], tool_choice=allowed)
     alone = server.ask(**ask, tools=[now], tool_choice="required")
     assert some.choices[0].message.tool_calls[0].function.name == "now"
     assert some.usage.prompt_tokens == alone.usage.prompt_tokens
-    flat = {"type": "allowed_tools", **allowed}
-    [call] = server.client.responses.create(
-        model="tiny-sft", input="?", tools=[WEATHER, now], tool_choice=flat).output
-    assert call.name == "now"
-    with pytest.raises(openai.BadRequestError, match="function that tools does not have"):
-        server.ask(**ask, tools=[WEATHER], tool_choice=nested)
 
 
-def test_hints_change_no_response(server):
-    """Items of reasoning are skipped, and truncation and log-probabilities are what chat has."""
-    create = functools.partial(server.client.responses.create, model="tiny-sft", max_output_tokens=20, temperature=0)
-    plain = create(input="Hi")
-    for hints in ({"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"]},
-                  {"text": {"format": {"type": "text"}, "verbosity": "high"}},
-                  {"max_tool_calls": 1, "truncation": "auto", "prompt_cache_retention": "24h"},
-                  {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}, *chat("Hi")]}):
-        hinted = create(**{"input": "Hi"} | hints)
-        assert (hinted.output_text, hinted.usage) == (plain.output_text, plain.usage), hints
-        assert hinted.output[0].content[0].logprobs == []
-        assert hinted.truncation == hints.get("truncation", "disabled")
-    items = chat(*("x" * 300, "y" * 300) * 4, "?")
-    cut, same = create(input=items, truncation="auto"), create(input=items[2:])
-    assert (cut.output_text, cut.usage.input_tokens) == (same.output_text, same.usage.input_tokens)
-
-    expected = server.ask("Hi", max_tokens=20, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+def test_logprobs_of_responses_are_those_of_chat(server):
     settings = {"input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-    [done] = [event for event in create(**settings, stream=True) if event.type == "response.output_text.done"]
-    for part in (done, *create(**settings).output[0].content):
-        assert [one.logprob for one in part.logprobs] == [one.logprob for one in expected] and len(expected) == 20
-
-
-@pytest.mark.parametrize("words, settings", [
-    ("uniqueItems", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}),
-    ("json_object", {"response_format": {"type": "xml"}}),
-    ("tool_calls.0.function", {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
-])
-def test_what_is_wrong_with_a_form_is_said(server, words, settings):
-    ask = {"model": "tiny-sft", "messages": chat(MARKER), "max_tokens": 3} | settings
-    with pytest.raises(openai.BadRequestError, match=words):
-        server.client.chat.completions.create(**ask)
-    assert server.log.read_text().count("\n") == 1, "the log has its first line, and no word of a user"
+    whole = server.client.responses.create(model="tiny-sft", max_output_tokens=20, temperature=0, **settings)
+    expected = server.ask("Hi", max_tokens=20, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    logprobs = [one.logprob for one in whole.output[0].content[0].logprobs]
+    assert logprobs == [one.logprob for one in expected] and len(expected) == 20
 
 
 def test_zz_ctrl_c_ends_it_with_streams_open(server):

@@ -11,51 +11,62 @@ Texts are compared in bytes, so any tokenization of the same text is allowed. Wi
 parameters quoted 2 of 55 passages wrongly; with half the training, 21 of 35.
 """
 import re
-import unicodedata
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSALS, TOOL_CALL, refusal
-from nanochat.inference.words import UNSPACED
+from nanochat.inference.words import MARKS, UNSPACED
 
-# Limits, because a call's first token compares every word of the question: 1.4 to 4 ms for the longest question of
-# words, up to 10 ms for one of symbols.
+# Limits, because a call's first token compares every word of the question.
 MOST_BYTES = 64         # longer tokens are not used for copying
 MOST_TAIL = 4           # bytes of a stretch in a token that also closes the call, such as `?")`
-MOST_QUESTION = 500     # bytes used from the beginning, and from the end, of what the user wrote
+MOST_QUESTION = 2000    # bytes used of what the user wrote, the last ones
 # The calls whose text is the user's.
 COPYING_CALLS = (*QUERIES, "spell")
 # An unfinished call: its quotation mark and what follows.
 CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(COPYING_CALLS)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
 REFUSAL_BEGINS = 12     # bytes after which an answer counts as a refusal
-UNSPACED_CHARACTER = re.compile(f"[{UNSPACED}]")
+# A blank, a word, or one other character. Marks belong to the character before them. In scripts without blanks each
+# character is a word.
+UNIT = re.compile(rf" |(?:[^\W{UNSPACED}][{MARKS}]*)+|\S[{MARKS}\ufe00-\ufe0f]*")
+DOT_IN_WORD = re.compile(rf"(?<=[^\W{UNSPACED}])\.(?=[^\W{UNSPACED}])")
 
 
 class Vocabulary:
     """The tokens of a tokenizer by their bytes, made once for all answers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.size = tokenizer.get_vocab_size()
         self.bytes_of = tokenizer.raw_tokens
         self.token_of = {token: number for number, token in enumerate(self.bytes_of) if len(token) <= MOST_BYTES}
         self.lengths = sorted({len(token) for token in self.token_of})
         special = tokenizer.encode_special
-        self.user_start, self.user_end = special("<|user_start|>"), special("<|user_end|>")
-        self.assistant_start = special("<|assistant_start|>")
+        self.user_end = special("<|user_end|>")
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
-        self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
+        self.output_end = special("<|output_end|>")
 
-    def text(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(self.bytes_of[token] for token in tokens if token < len(self.bytes_of))
+    def is_special(self, token: int) -> bool:
+        return token >= len(self.bytes_of)
 
     def beginnings(self, text: bytes) -> set[int]:
         """All tokens that a text may begin with."""
         beginnings = (text[:length] for length in self.lengths if length <= len(text))
         return {self.token_of[beginning] for beginning in beginnings if beginning in self.token_of}
+
+    def questions(self, prompt: Sequence[int]) -> list[str]:
+        """What the user wrote in a conversation."""
+        texts = []
+        text = b""      # a truncated prompt may begin within a message
+        for token in prompt:
+            if not self.is_special(token):
+                text += self.bytes_of[token]
+                continue
+            if token == self.user_end:
+                texts.append(text.decode(errors="replace"))
+            text = b""
+        return texts
 
 
 @dataclass
@@ -71,38 +82,25 @@ class Copy:
     opening: bytes = b""
     closing: bytes = b""
 
-    def goes_on(self, text: bytes) -> bool:
-        """Whether `text` is the opening and a stretch that has not ended."""
-        stretch = text[len(self.opening):]
-        return (stretch != b"" and text.startswith(self.opening)
-                and any(self.source.startswith(stretch, start) for start in self.starts))
-
-    def next_tokens(self, written: bytes, vocabulary: Vocabulary) -> set[int]:
-        """The tokens that may follow `written`; none if no such text begins with it."""
-        tokens: set[int] = set()
-        rests: set[bytes] = set()   # possible continuations, each once: many stretches begin alike
+    def rests(self, written: bytes) -> set[bytes]:
+        """What may follow `written`; b"" where the text is complete. Many stretches begin alike: each rest once."""
+        rests: set[bytes] = set()
         possible = []
         for start in self.starts:
             reached = start + max(0, len(written) - len(self.opening))
-            more = self.opening + self.source[start : reached + MOST_BYTES]
-            is_possible = more.startswith(written)
-            if is_possible:
-                rests.add(more[len(written):])
+            texts = [self.opening + self.source[start : reached + MOST_BYTES]]
+            if texts[0] == written:     # nothing is left to copy
+                texts = []
             # The stretch may have ended already: then some of the closing bytes have been written.
             first = bisect_right(self.ends, max(start, reached - len(self.closing) - 1))
             for end in self.ends[first : bisect_right(self.ends, reached + MOST_TAIL)]:
-                whole = self.opening + self.source[start:end] + self.closing
-                if whole == written:
-                    tokens |= self.after
-                elif whole.startswith(written):
-                    rests.add(whole[len(written):])
-                else:
-                    continue
-                is_possible = True
-            if is_possible:
+                texts.append(self.opening + self.source[start:end] + self.closing)
+            found = [text[len(written):] for text in texts if text.startswith(written)]
+            if found:
                 possible.append(start)
+                rests.update(found)
         self.starts = possible
-        return tokens.union(*map(vocabulary.beginnings, rests))
+        return rests
 
 
 def copy_up_to(text: str, ends: Sequence[int], after: set[int]) -> Copy:
@@ -113,33 +111,17 @@ def copy_up_to(text: str, ends: Sequence[int], after: set[int]) -> Copy:
 def word_edges(text: str) -> tuple[list[int], list[int]]:
     """
     Where a stretch of whole words may start and end, as offsets into the text's UTF-8. It may start with the blank
-    before a word. In scripts without blanks each character, with its marks, is a word. It may not end at a dot within a
-    word: "re" is something else than "re.search", but "words.sort" may be looked up as "sort".
+    before a word. It may not end at a dot within a word: "re" is something else than "re.search", but "words.sort" may
+    be looked up as "sort".
     """
+    at_dots = {edge for dot in DOT_IN_WORD.finditer(text) for edge in dot.span()}
     starts, ends = [], []
-    offset = 0
-    padded = ["", "", *text, "", ""]
-    for earlier, before, after, later in zip(padded, padded[1:], padded[2:], padded[3:]):
-        is_inside = is_mark(after) or in_word(before) and in_word(after)
-        is_at_dot = before == "." and in_word(earlier) and in_word(after)
-        is_at_dot |= after == "." and in_word(before) and in_word(later)
-        if not is_inside and after and (after == " " or not after.isspace()):
-            starts.append(offset)
-        if not is_inside and not is_at_dot and before and not before.isspace():
-            ends.append(offset)
-        offset += len(after.encode())
+    for unit in UNIT.finditer(text):
+        start = len(text[: unit.start()].encode())
+        starts.append(start)
+        if unit[0] != " " and unit.end() not in at_dots:
+            ends.append(start + len(unit[0].encode()))
     return starts, ends
-
-
-@lru_cache(1000)
-def is_mark(character: str) -> bool:
-    """Whether this character belongs to the one before it, like an accent or a vowel sign."""
-    return bool(character) and unicodedata.category(character).startswith("M")
-
-
-@lru_cache(1000)
-def in_word(character: str) -> bool:
-    return (character.isalnum() or character == "_" or is_mark(character)) and not UNSPACED_CHARACTER.match(character)
 
 
 class Copying:
@@ -149,8 +131,7 @@ class Copying:
         """prompt: what the answer continues; stop: the tokens that may end it."""
         self.vocabulary, self.prompt = vocabulary, prompt
         # With a client's own functions <|python_end|> ends an answer, but it closes a call, never a quotation.
-        self.stop = {token for token in stop if len(vocabulary.bytes_of) <= token < vocabulary.size}
-        self.stop -= {vocabulary.python_end}
+        self.stop = {token for token in stop if vocabulary.is_special(token)} - {vocabulary.python_end}
         self.special: int | None = None     # the answer's last special token
         self.written = b""                  # the answer since that token
         self.tool, self.called = "", ""     # the last call's name, until its result has come, and its text
@@ -162,10 +143,10 @@ class Copying:
     def add(self, token: int) -> None:
         """Add the answer's next token."""
         vocabulary = self.vocabulary
-        if token < len(vocabulary.bytes_of):
-            self.written += vocabulary.bytes_of[token]
-        else:
+        if vocabulary.is_special(token):
             self._after_special(token)
+        else:
+            self.written += vocabulary.bytes_of[token]
         if self.copy is None and self.special == vocabulary.python_start:
             self.copy = self._copy_of_question()
         if self.held and self.copy is None and len(self.written) >= self.held_from:
@@ -176,16 +157,22 @@ class Copying:
         """The tokens that may come next; None: all. Milliseconds at the beginning of a call with a long question."""
         if self.copy is None:
             return None
-        tokens = self.copy.next_tokens(self.written, self.vocabulary)
+        rests = self.copy.rests(self.written)
+        tokens = set().union(*map(self.vocabulary.beginnings, rests))
+        if b"" in rests:
+            tokens |= self.copy.after
         if tokens and not self.written and self.special == self.vocabulary.output_end:
             tokens.add(self.vocabulary.python_start)    # instead of quoting, the model may look up something else
         return list(tokens) or None
 
     def allows(self, token: int) -> bool:
         """Whether this token may come next. Quick for one that goes on with the copied text, as most do."""
-        more = self.vocabulary.text([token])
-        if self.copy and 0 < len(more) <= MOST_BYTES and self.copy.goes_on(self.written + more):
+        if self.copy is None:
             return True
+        if not self.vocabulary.is_special(token):
+            more = self.vocabulary.bytes_of[token]
+            if len(more) <= MOST_BYTES and any(rest.startswith(more) for rest in self.copy.rests(self.written)):
+                return True
         allowed = self.allowed
         return allowed is None or token in allowed
 
@@ -222,25 +209,7 @@ class Copying:
         opening = self.written[: call.start(1)] + quote
         return Copy(question.encode(), starts, ends, {self.vocabulary.python_end}, opening, quote + b")")
 
-    def questions(self) -> list[str]:
-        """What the user wrote in this conversation."""
-        vocabulary, texts = self.vocabulary, []
-        start: int | None = 0   # a truncated prompt may begin within a message
-        for place, token in enumerate(self.prompt):
-            if token == vocabulary.user_start:
-                start = place + 1
-            elif token == vocabulary.user_end and start is not None:
-                texts.append(vocabulary.text(self.prompt[start:place]).decode(errors="replace"))
-                start = None
-            elif token == vocabulary.assistant_start:
-                start = None
-        return texts
-
     def _question(self) -> str:
-        """The user's questions; if long, their beginning and end."""
-        text = "\n".join(self.questions()).encode()
-        if len(text) > 2 * MOST_QUESTION:
-            beginning, end = text[:MOST_QUESTION], text[-MOST_QUESTION:]
-            # Cut at blanks, so no part of a word counts as a word. A text without blanks is cut anywhere.
-            text = (beginning.rpartition(b" ")[0] or beginning) + b"\n" + (end.partition(b" ")[2] or end)
-        return text.decode(errors="ignore").rstrip()
+        """The end of what the user wrote."""
+        text = "\n".join(self.vocabulary.questions(self.prompt)).encode()
+        return text[-MOST_QUESTION:].decode(errors="ignore").rstrip()

@@ -81,10 +81,8 @@ class StopStrings:
         """What may be shown now. When a string is complete, `found` becomes true, and nothing more follows."""
         if self.found:
             return []
-        if delta.type != "text":
+        if delta.type != "text" or not self.strings:
             return [*self.end(), delta]
-        if not self.strings:
-            return [delta]
         text = self.held + delta.text
         # The string that ends first counts; among strings ending there, the longest.
         spans = [(text.index(string) + len(string), -len(string)) for string in self.strings if string in text]

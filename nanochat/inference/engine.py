@@ -30,7 +30,7 @@ from nanochat.inference.copying import Copying, Vocabulary
 from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.inference.kv_cache import CachedModel, Row
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
-from nanochat.inference.sampling import Adjustment, SamplingParams, draw
+from nanochat.inference.sampling import Sampler, SamplingParams, draw
 from nanochat.inference.tools import MOST_CALLS, NOTHING, Tools, is_call
 from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
@@ -53,9 +53,10 @@ class Answer:
     """One continuation of a prompt: `add` returns it, `step` extends it. A stop token that ends it is part of it."""
     prompt: list[int]                       # as the model reads it, perhaps truncated
     sampling: SamplingParams
+    stop: tuple[int, ...]                   # tokens that end it
     limit: int                              # maximum number of tokens: max_tokens, or what the context leaves
     rng: random.Random
-    adjustment: Adjustment | None           # changes to its logits, if there are any
+    sampler: Sampler
     # The model has not read the last token yet.
     tokens: list[int] = field(default_factory=list)
     # For each token: whether the tool wrote it. RL does not reinforce the tool's tokens.
@@ -90,7 +91,6 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self.tools = tools
-        self.default_stop = default_stop(tokenizer)
         special = tokenizer.encode_special
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
@@ -112,14 +112,14 @@ class Engine:
         # The last token is written, not read: an answer may end one token beyond the context.
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
         assert len(prompt) + limit - 1 <= self.capacity, "no memory was set aside for so many tokens"
+        stop = default_stop(self.tokenizer) if sampling.stop is None else sampling.stop
         answers = []
         for i in range(num_samples):
             rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
             copying = None
             if self.vocabulary and sampling.tools:
-                copying = Copying(self.vocabulary, prompt, self.stop_tokens(sampling))
-            adjustment = Adjustment(sampling, copying) if copying or sampling.adds or sampling.grammar else None
-            answers.append(Answer(prompt, sampling, limit, rng, adjustment))
+                copying = Copying(self.vocabulary, prompt, stop)
+            answers.append(Answer(prompt, sampling, stop, limit, rng, Sampler(sampling, copying)))
         self.waiting.extend(answers)
         return answers
 
@@ -136,10 +136,6 @@ class Engine:
             raise UserError(f"{sizes}; shorten or truncate it")
         kept = self.context - min(sampling.max_tokens, self.context // 2)
         return prompt[:1] + prompt[len(prompt) - kept + 1 :]
-
-    def stop_tokens(self, sampling: SamplingParams) -> tuple[int, ...]:
-        """The tokens that end an answer."""
-        return self.default_stop if sampling.stop is None else sampling.stop
 
     def remove(self, answer: Answer) -> None:
         """End an answer now. Nothing happens if it has ended already."""
@@ -236,8 +232,7 @@ class Engine:
         softcap = self.model.config.softcap
         # A sample draws only for its own tokens, not for the tool's.
         uniforms = [0.0 if answer.output else answer.rng.getrandbits(24) / 2**24 for answer in answers]
-        samplings = [answer.sampling for answer in answers]
-        drawn = draw(logits, samplings, uniforms, softcap, [answer.adjustment for answer in answers])
+        drawn = draw(logits, [answer.sampler for answer in answers], uniforms, softcap)
         wanted: dict[int, list[int]] = {}  # rows, by the number of probable tokens they want
         for row, (answer, token) in enumerate(zip(answers, drawn)):
             self._advance(answer, token)
@@ -258,17 +253,15 @@ class Engine:
         token = answer.output.popleft() if forced else drawn
         answer.tokens.append(token)
         answer.forced.append(forced)
-        if answer.adjustment:
-            answer.adjustment.add(token)
         if not forced and answer.sampling.tools:
             self._use_tool(answer, token)
-        if token in self.stop_tokens(answer.sampling) and not forced and not answer.output:
+        if token in answer.stop and not forced and not answer.output:
             answer.finish_reason = "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
-        elif answer.sampling.grammar:
+        else:
             try:
-                answer.adjustment.grammar.advance(token)
+                answer.sampler.add(token)
             except UserError as error:
                 answer.error = error
 
@@ -281,14 +274,13 @@ class Engine:
             answer.expression = []
         elif token == self.python_end and answer.expression is not None:
             expression = self.tokenizer.decode(answer.expression)
+            answer.expression = None
             result = self._call(answer, expression)
-            copying = answer.adjustment and answer.adjustment.copying
-            if result == NOTHING and copying and answer.calls < MOST_CALLS:
-                wider = self.tools.wider(expression, copying.questions())
+            if result == NOTHING and self.vocabulary and answer.calls < MOST_CALLS:
+                wider = self.tools.wider(expression, self.vocabulary.questions(answer.prompt))
                 if wider:
                     answer.output.extend([self.python_start, *self.tokenizer.encode(wider), self.python_end])
                     self._call(answer, wider)
-            answer.expression = None
         elif answer.expression is not None:
             answer.expression.append(token)
 

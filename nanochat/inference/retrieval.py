@@ -79,9 +79,8 @@ class Library:
         # What a lookup or search may still do, in WORK_UNITs; threads that search at once may share it.
         self.work: float = math.inf
         if not path.is_file():
-            names = sorted(other.stem for other in path.parent.glob("*.sqlite"))
-            there = f"there is {', '.join(names) or 'none'}{did_you_mean(path.stem, names)}"
-            raise UserError(f"no library {path}: make it, {COMMAND}; {there}")
+            names = [other.stem for other in path.parent.glob("*.sqlite")]
+            raise UserError(f"no library {path}: make it, {COMMAND}{did_you_mean(path.stem, names)}")
         # immutable: no locks, which some network file systems lack. A library is replaced as a whole, never changed.
         self.connection = connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1")
         try:

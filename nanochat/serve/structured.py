@@ -11,6 +11,8 @@ most nine.
 import copy
 import functools
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -18,12 +20,13 @@ from pydantic import BaseModel, BeforeValidator, Field
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import Grammar
-from nanochat.serve.grammar_trial import make_matcher, try_to_compile
+from nanochat.runtime.errors import UserError, first_line
 from nanochat.serve.protocol import Json
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+MAX_GRAMMAR_LENGTH = 2**16
 MAX_INTEGER = 2**53 - 1
 # JSON schema keywords that contain schemas, as far as llguidance knows them. In MAPS each schema has a name, which may
 # equal any keyword; PARTS have one schema or a list.
@@ -108,13 +111,34 @@ def close(root: Json) -> None:
             schema.setdefault("additionalProperties", False)
 
 
-# ---- Grammars, in the engine's process
+# ---- Grammars
 
 
 def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:
-    """Takes milliseconds, at most a few seconds. UserError as in try_to_compile."""
-    try_to_compile(expression)
+    """
+    UserError if the grammar is wrong, too long, not supported or takes seconds to compile, or if the library is
+    missing. Can be called from any thread.
+    """
+    try:
+        from nanochat.serve.grammar_trial import make_matcher
+    except ImportError:
+        raise UserError("answers of a prescribed form need the package llguidance: . ./setup.sh structured") from None
+    error = what_is_wrong(expression)
+    if error:
+        raise UserError(f"the form of the answer: {error}")
     return Grammar(make_matcher(expression, vocabulary_of(tokenizer)), tokenizer.get_vocab_size())
+
+
+@functools.lru_cache(256)
+def what_is_wrong(expression: str) -> str:
+    """Why the engine cannot use a grammar; "" if it can."""
+    if len(expression) > MAX_GRAMMAR_LENGTH:
+        return f"{len(expression):,} characters; at most {MAX_GRAMMAR_LENGTH:,} are allowed"
+    command = [sys.executable, "-X", "utf8", "-m", "nanochat.serve.grammar_trial"]
+    trial = subprocess.run(command, input=expression, capture_output=True, encoding="utf-8")
+    if trial.returncode:
+        return "it takes seconds to compile; use fewer or simpler patterns"
+    return first_line(ValueError(trial.stdout)) if trial.stdout else ""
 
 
 @functools.cache
