@@ -260,7 +260,7 @@ def test_the_bundle_is_downloaded_once_and_whole(served, bundle, base_folder):
 def test_what_is_no_bundle_is_refused_whole(served, bundle, base_folder):
     """Half a zip, no core.yaml: one line, and no folder."""
     good = zipped(bundle)
-    bad = {"File is not a zip file": good[: len(good) // 2], "has no core.yaml": zipped(bundle / "eval_data")}
+    bad = {"File is not a zip file": good[: len(good) // 2], "No such file": zipped(bundle / "none")}
     for expected, body in bad.items():
         served.write_bytes(body)
         reason = why_no_bundle()
