@@ -14,7 +14,7 @@ import torch
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.data.batch_shape import BatchShape
-from nanochat.data.dataloader import RowPlanner, TokenizedShards, document_loader, validation_rows
+from nanochat.data.dataloader import RowPlanner, TokenizedShards, batches_on_host, document_loader, validation_rows
 from nanochat.data.mixture import data_shares
 from nanochat.data.shard_reader import dataset_dir, iter_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
@@ -59,12 +59,13 @@ def test_an_epoch_uses_every_token_once_and_every_row_begins_with_bos(source):
     while sum(seen.values()) < 3 * wanted:
         row = planner.next_row()
         assert sum(end - start + 1 for _, start, end in row) == T + 1, "every position of a row is used"
-        for shard, start, end in row:
-            seen.update((shard, position) for position in range(start, end))
+        for tokens, start, end in row:
+            seen.update((id(tokens), position) for position in range(start, end))
     # A buffer of documents separates the epochs: no token is more than one epoch ahead of another.
     assert len(seen) == wanted and set(seen.values()) <= {2, 3, 4}
-    lines = planner.read([planner.next_row() for _ in range(20)], places=21).tolist()
-    assert lines.pop() == [0] * (T + 1), "a place without a row"
+    batch = next(batches_on_host(planner, BatchShape(21, T), 20, 20))
+    assert batch.inputs[20].tolist() == [0] * T, "a place without a row"
+    lines = [[first, *rest] for first, rest in zip(batch.inputs[:20, 0].tolist(), batch.targets[:20].tolist())]
     pieces = []
     for line in lines:
         starts = [i for i, token in enumerate(line) if token == tokenizer.get_bos_token_id()]
@@ -113,22 +114,14 @@ def test_resuming_continues_with_the_very_next_rows(source, stop):
     assert torch.equal(torch.cat(straight[stop:]), torch.cat(steps_of(source, 25, 2, 2, 1, state=state)))
 
 
-def test_a_shard_is_opened_without_parsing(source, monkeypatch, tmp_path):
-    """
-    Python 3.11 fails if two threads parse at once, and the main thread may be compiling. A file that is too short is an
-    error, not fewer tokens.
-    """
+def test_a_shard_is_opened_without_parsing(source, monkeypatch):
+    """Python 3.11 fails if two threads parse at once, and the main thread may be compiling."""
     shards = TokenizedShards(source[0], "train", source[1])
     expected = np.load(shards.token_file(0))
     monkeypatch.setattr("ast.literal_eval", None)
     tokens, offsets = shards.open(0)
     assert tokens.dtype == expected.dtype == np.uint16 and np.array_equal(tokens, expected)
     assert [tokens[start] for start in offsets[:-1]] == [source[1].get_bos_token_id()] * (len(offsets) - 1)
-    path = tmp_path / "short.npy"
-    path.write_bytes(shards.token_file(0).read_bytes()[:-2])
-    monkeypatch.setattr(shards, "token_file", lambda _: path)
-    with pytest.raises(ValueError, match="length"):
-        shards.open(0)
 
 
 def test_resume_refuses_other_data_tokenizer_or_settings(source):
@@ -136,11 +129,9 @@ def test_resume_refuses_other_data_tokenizer_or_settings(source):
     state = next(loader(source)).step_state
     other = (data, learn_tokenizer(["something else entirely"], 270))
     for what, of, setting in (
-        ("seed", source, {"seed": 5}), ("split", source, {"split": "val"}), ("tokenizer", other, {}),
-        ("data", source, {"state": state | {"data": "0" * 64}}),
-        ("max_seq_len", source, {"state": state | {"max_seq_len": 16}}),
+        ("seed", source, {"seed": 5}), ("tokenizer", other, {}), ("data", source, {"state": state | {"data": "0"}}),
     ):
-        with pytest.raises(UserError, match=f"cannot continue exactly: {what} is not what the checkpoint was trained"):
+        with pytest.raises(UserError, match=f"cannot continue exactly: {what} is not"):
             next(loader(of, **{"state": state} | setting))
 
 
