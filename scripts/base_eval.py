@@ -23,7 +23,7 @@ configure(globals())
 
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import entropy_floor, held_out_questions, sample_prompts, validation_documents
-from nanochat.data.mixture import data_shares, main_data
+from nanochat.data.shard_reader import data_shares, main_data
 from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_documents, evaluate_split, greedy_completes, sample
 from nanochat.runtime.console import print0

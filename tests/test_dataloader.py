@@ -15,8 +15,7 @@ from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import RowPlanner, TokenizedShards, batches_on_host, document_loader, validation_rows
-from nanochat.data.mixture import data_shares
-from nanochat.data.shard_reader import dataset_dir, iter_texts, split_shards
+from nanochat.data.shard_reader import data_shares, dataset_dir, iter_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 

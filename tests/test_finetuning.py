@@ -131,7 +131,7 @@ def render_share(rank: int, world_size: int, count: int) -> tuple[list[int], lis
     loader_module.progress = lambda share, name, unit: bars.append((name, len(share))) or share
     source = Recorded(count)
     rendered = RenderedConversations(source, TOKENIZER, LONGEST)
-    content = [rendered.read([i]) for i in range(len(rendered))]
+    content = [tuple(part.tolist() for part in rendered.read([i])) for i in range(len(rendered))]
     return source.read, bars, (content, rendered.fingerprint)
 
 

@@ -18,8 +18,7 @@ from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.own_files import KIND, own_documents, own_path
 from nanochat.corpus.shards import build
-from nanochat.data.mixture import data_shares
-from nanochat.data.shard_reader import NAMED, OFFLINE, REMOTE, dataset_dir, load_manifest, shard_texts
+from nanochat.data.shard_reader import NAMED, OFFLINE, REMOTE, data_shares, dataset_dir, load_manifest, shard_texts
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.runtime.progress import progress

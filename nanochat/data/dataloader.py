@@ -21,8 +21,7 @@ from torch import Tensor
 
 from nanochat.data.batch_shape import BatchShape, chunks, document_offsets
 from nanochat.data.best_fit import WaitingItems
-from nanochat.data.mixture import data_shares
-from nanochat.data.shard_reader import dataset_dir, fingerprint, shard_texts, split_shards
+from nanochat.data.shard_reader import data_shares, dataset_dir, fingerprint, shard_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
