@@ -15,8 +15,7 @@ from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import RowPlanner, TokenizedShards, batches_on_host, document_loader, validation_rows
-from nanochat.data.shard_reader import data_shares, dataset_dir, iter_texts, split_shards
-from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.shard_reader import data_shares, iter_texts, split_shards
 from nanochat.runtime.errors import UserError
 
 T = 32
@@ -193,20 +192,3 @@ def test_a_corpus_smaller_than_a_row_says_so(source):
     data, tokenizer = source
     with pytest.raises(UserError, match=r"tokens, fewer than one row of max_seq_len \+ 1 = 100001"):
         next(document_loader(data, "train", tokenizer, BatchShape(2, 100_000)))
-
-
-def test_the_token_cache_is_made_once_and_belongs_to_data_and_tokenizer(source, monkeypatch):
-    data, _ = source
-
-    def token_files() -> dict[str, int]:
-        return {path.name: path.stat().st_mtime_ns for path in (dataset_dir(data) / "tokens").glob("*.npy")}
-
-    rows = loader(source)
-    for _ in range(200):  # more than an epoch: the background thread has been at every shard
-        next(rows)
-    rows.close()
-    files = token_files()
-    assert len(files) == len(split_shards(data, "train"))
-    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized again"))
-    next(loader(source))
-    assert files == token_files()

@@ -21,8 +21,8 @@ REPOSITORY = "somebody/something"
 
 class Handler(BaseHTTPRequestHandler):
     """
-    Serves `server.bodies`: as the hub, which states size and SHA-256 and redirects to the storage of another host, and
-    as that storage. `server.faults[name]` is a list of what the storage does wrong with a file, one per request.
+    Serves `server.bodies` as the hub does, which states size and SHA-256. `server.faults[name]` is a list of what it
+    does wrong with a file, one per request: a status, or "wrong" bytes.
     """
 
     protocol_version = "HTTP/1.1"
@@ -30,88 +30,49 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments) -> None:
         pass
 
-    def answer(self, status: int, length: int = 0, **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(length))
-        for key, value in headers.items():
-            self.send_header(key.replace("_", "-"), value)
-        self.end_headers()
-
-    def resolve(self) -> None:
-        body = self.server.bodies.get(self.path.rpartition("/")[2])
-        if body is None or f"/datasets/{self.server.repository}/resolve/main/" not in self.path:
-            return self.answer(404, X_Error_Code="EntryNotFound")
-        storage = f"http://localhost:{self.server.server_port}/storage/{self.path.rpartition('/')[2]}"
-        tag = hashlib.sha256(body).hexdigest() if self.server.honest else "0" * 64
-        self.answer(302, Location=storage, X_Repo_Commit="c" * 40, X_Linked_Size=str(len(body)),
-                    X_Linked_ETag=f'"{tag}"')
-
-    do_HEAD = resolve
-
     def do_GET(self) -> None:
         name = self.path.rpartition("/")[2]
-        if not self.path.startswith("/storage/"):
-            return self.resolve()
-        with self.server.lock:
-            faults = self.server.faults.get(name, [])
-            fault = faults.pop(0) if faults else ""
-            self.server.requests.append((name, self.headers.get("Range")))
-        if name not in self.server.bodies or fault.isdigit():
-            return self.answer(int(fault or 404))
-        body, start = self.server.bodies[name], 0
-        if asked := self.headers.get("Range"):
-            start = int(asked.removeprefix("bytes=").rstrip("-"))
-        sent = bytes(len(body) - start) if fault == "wrong" else body[start:]
-        self.answer(206 if asked else 200, len(sent), Content_Range=f"bytes {start}-{len(body) - 1}/{len(body)}")
-        if fault == "cut":
-            sent, self.close_connection = sent[: len(sent) // 2], True
-        self.wfile.write(sent)
+        body = self.server.bodies.get(name, b"")
+        tag = hashlib.sha256(body).hexdigest() if self.server.honest else "0" * 64
+        fault = ""
+        if self.command == "GET":
+            self.server.requests.append(name)
+            fault = self.server.faults[name].pop(0) if self.server.faults.get(name) else ""
+        if fault == "wrong":
+            body = bytes(len(body))
+        self.send_response(int(fault) if fault.isdigit() else 200 if body else 404)
+        for key, value in {"Content-Length": len(body), "X-Repo-Commit": "c" * 40, "ETag": f'"{tag}"'}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
 
-
-class QuietServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request, client_address) -> None:
-        pass  # clients that hang up are part of the tests
+    do_HEAD = do_GET
 
 
 @pytest.fixture
-def server():
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    server.bodies, server.faults, server.requests, server.honest = {}, {}, [], True
-    server.repository, server.lock = REPOSITORY, threading.Lock()
-    server.url = f"http://127.0.0.1:{server.server_port}"
+def hub(base_folder, monkeypatch):
+    """A shard set whose last shard is number 9; no pauses between tries."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.bodies, server.texts, server.faults, server.requests, server.honest = {}, {}, {}, [], True
+    for i in range(10):
+        server.bodies[shard(i)], server.texts[i] = parquet_bytes(f"shard {i}")
+    server.folder = base_folder / "data" / "climbmix"
+    url = f"http://127.0.0.1:{server.server_port}"
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(download, "PAUSE_S", 0.01)
+    hasty = types.SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+    for module in ("file_download", "utils._http"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.time", hasty)
+    monkeypatch.setitem(make_dataset.REMOTE, "climbmix", (REPOSITORY, 9))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
     server.shutdown()
     thread.join(10)
     server.server_close()
-
-
-def use_endpoint(monkeypatch, url: str) -> None:
-    """HF_ENDPOINT for processes that start, and for the library that is imported here; no pauses between tries."""
-    monkeypatch.setenv("HF_ENDPOINT", url)
-    constants = huggingface_hub.constants
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 5_000)  # bytes that go on when a connection breaks: 10 MB
-    monkeypatch.setattr(download, "PAUSE_S", 0.01)
-    hasty = types.SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
-    for module in ("file_download", "utils._http"):
-        monkeypatch.setattr(f"huggingface_hub.{module}.time", hasty)
-
-
-@pytest.fixture
-def hub(server, base_folder, monkeypatch):
-    """A shard set whose last shard is number 9."""
-    use_endpoint(monkeypatch, server.url)
-    monkeypatch.setitem(make_dataset.REMOTE, "climbmix", (REPOSITORY, 9))
-    server.texts = {}
-    for i in range(10):
-        server.bodies[shard(i)], server.texts[i] = parquet_bytes(f"shard {i}")
-    server.folder = base_folder / "data" / "climbmix"
-    return server
 
 
 def shard(index: int) -> str:
@@ -131,7 +92,7 @@ def names(folder: Path) -> list[str]:
 
 def fetched(server) -> set[str]:
     """The files whose bodies were asked for; asks anew."""
-    files = {name for name, _ in server.requests}
+    files = set(server.requests)
     server.requests.clear()
     return files
 
@@ -139,8 +100,8 @@ def fetched(server) -> set[str]:
 # ---- Data sets from the hub
 
 def test_shards_come_verified_and_the_manifest_fits(hub):
-    """A cut connection goes on where it broke; a 503 and wrong bytes are tried again."""
-    hub.faults = {shard(0): ["cut", "cut"], shard(1): ["503"], shard(9): ["wrong"]}
+    """A 503 and wrong bytes are tried again."""
+    hub.faults = {shard(1): ["503"], shard(9): ["wrong"]}
     manifest = make_dataset.make("climbmix", num_shards=3)
     wanted = [0, 1, 2, 9]
     assert names(hub.folder) == ["manifest.json", *map(shard, wanted)]
@@ -151,8 +112,6 @@ def test_shards_come_verified_and_the_manifest_fits(hub):
                          "sha256": hashlib.sha256(body).hexdigest()}
     assert list(shard_reader.iter_texts("climbmix", "val")) == hub.texts[9]
     assert list(shard_reader.iter_texts("climbmix", "train")) == hub.texts[0] + hub.texts[1] + hub.texts[2]
-    starts = [int((span or "bytes=0-")[6:-1]) for name, span in hub.requests if name == shard(0)]
-    assert len(starts) == 3 and 0 == starts[0] < starts[1] < starts[2], "it goes on where it broke"
 
 
 def test_more_shards_later_fetch_only_what_is_missing(hub):
@@ -173,7 +132,7 @@ def test_more_shards_later_fetch_only_what_is_missing(hub):
 def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub, monkeypatch):
     monkeypatch.setattr(make_dataset, "DOWNLOADS", 1)
     body = hub.bodies.pop(shard(3))
-    with pytest.raises(UserError, match=rf"{shard(3)} of {REPOSITORY}: .*404") as caught:
+    with pytest.raises(UserError, match=f"{shard(3)} of {REPOSITORY}: ") as caught:
         make_dataset.make("climbmix", num_shards=6)
     assert "\n" not in str(caught.value) and {shard(0), shard(1)} <= set(names(hub.folder))
     with pytest.raises(UserError, match="no data set 'climbmix'"):

@@ -1,7 +1,6 @@
 """Export and import: transformers itself is the oracle of what leaves, the original bits of what comes back."""
 import contextlib
 import io
-import itertools
 import json
 import os
 import pickle
@@ -17,8 +16,7 @@ import pytest
 import tiktoken
 import torch
 from conftest import ALL_PIECES
-from ranks import run_on_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.data.conversation import render, render_prompt
@@ -169,8 +167,8 @@ def test_a_model_with_any_piece_brings_code_that_computes_the_same(hf, tmp_path,
 
 def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_path):
     """
-    Greedy tokens of the plain loop, for prompts that are padded on the left, with a cache asked for, and from a
-    pipeline; the loss; what cannot be right is refused. Saved by transformers, it imports to the same bits.
+    Greedy tokens of the plain loop, for prompts that are padded on the left, with a cache asked for; the loss; what
+    cannot be right is refused. Saved by transformers, it imports to the same bits.
     """
     model = random_model(2, n_layer=4, **architecture(ALL_PIECES))
     original = saved(model)
@@ -193,14 +191,6 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
         assert torch.allclose(theirs(ids, labels=ids).loss, model(ids[:, :-1], ids[:, 1:].contiguous()))
     with pytest.raises(ValueError, match="attention_mask has zeros between ones"):
         theirs(ids, torch.ones_like(ids).index_fill(1, torch.tensor([2]), 0))
-
-    write = hf.pipeline("text-generation", model=str(folder), trust_remote_code=True)
-    prompt = render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": "What is 12?"}]})
-    end = {TOKENIZER.encode_special("<|assistant_end|>"), TOKENIZER.get_bos_token_id()}
-    answer = list(itertools.takewhile(lambda id: id not in end, model.generate(prompt, 20)))
-    chat = [{"role": "user", "content": "What is 12?"}]
-    out = write(chat, max_new_tokens=20, do_sample=False, return_full_text=False)
-    assert out[0]["generated_text"] == TOKENIZER.decode(id for id in answer if id < V - len(SPECIAL_TOKENS))
 
     for kind in (theirs, tokenizer):
         kind.save_pretrained(tmp_path / "theirs")
@@ -404,41 +394,19 @@ def edit_json(name: str, **fields):
     return damage
 
 
-def narrow_head(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    save_file(load_file(path) | {"lm_head.weight": torch.ones(500, 63)}, path, {"format": "pt"})
-
-
-def write(name: str, content: bytes):
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-def remove(name: str):
-    return lambda folder: (folder / name).unlink()
-
-
 def pickled(**fields):
-    return write("tokenizer.pkl", pickle.dumps(as_published(**fields)))
+    return lambda folder: (folder / "tokenizer.pkl").write_bytes(pickle.dumps(as_published(**fields)))
 
 
-def of_a_variant(folder: Path) -> None:
-    names = "_orig_mod.resid_lambdas", "x0_lambdas", "_orig_mod.value_embeds.1.weight"
-    classic_folder(folder, random_model(), **dict.fromkeys(names, torch.ones(3)))
-
-
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 HF_FAULTS = {
     "softcap=300.0": edit_json("config.json", final_logit_softcapping=300.0),
-    "rope_parameters=": edit_json("config.json", rope_parameters=YARN),
+    "rope_parameters=": edit_json("config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
     "model_type='llama'": edit_json("config.json", model_type="llama"),
     "model.layers.2.": edit_json("config.json", num_hidden_layers=2),
     "transformer.h.3.": edit_json("config.json", num_hidden_layers=4),
-    "499": edit_json("config.json", vocab_size=499),
-    "(512, 63)": narrow_head,
     "tokenizer.json": edit_json("tokenizer.json", normalizer={"type": "Lowercase"}),
 }
 CLASSIC_FAULTS = {
-    "resid_lambdas, value_embeds.1.weight, x0_lambdas": of_a_variant,
     "special tokens <|user_start|> <|bos|>":
         pickled(special_tokens=SPECIAL | {"<|bos|>": len(RANKS) + 1, "<|user_start|>": len(RANKS)}),
     "ordinary tokens": pickled(mergeable_ranks=RANKS | {b"zzz": 4000}),
@@ -469,33 +437,3 @@ def test_what_is_there_is_never_replaced(tmp_path):
     imported(folder)
     with pytest.raises(UserError, match="has checkpoints"):
         imported(folder)
-
-
-# ---- What an imported model can do
-
-
-def mid_train(rank: int, world_size: int, settings: dict) -> str:
-    """What it prints, or the line that ends it; in a process of no torchrun."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    try:
-        return run_script(rank, world_size, "scripts.mid_train", settings)
-    except UserError as error:
-        return f"error: {error}"
-
-
-def test_a_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp_path):
-    saved(random_model(), source="rl")
-    out = exported(tmp_path / "out", source="rl")
-    chats = [json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]})
-             for i in range(100)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
-    mid = {"model_tag": "back", "device_type": "cpu", "compile": False, "dtype": "float32", "num_iterations": 2,
-           "device_batch_size": 2, "eval_every": -1, "tasks": f"json:{tmp_path}/chats.jsonl", "total_batch_size": 512}
-    before = load_checkpoint(imported(out, source="base"), CPU)[0]
-    assert "base_checkpoints/back/step_000012" in run_on_ranks(1, mid_train, mid)[0]
-    after = load_checkpoint(step_dir(checkpoint_dir("mid", "back"), 2), CPU)[0]
-    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    imported(out, source="mid", model_tag="again")
-    resumed = run_on_ranks(1, mid_train, mid | {"resume": "auto", "model_tag": "again"})[0]
-    assert resumed.startswith("error: ") and "has weights only" in resumed

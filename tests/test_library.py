@@ -11,7 +11,6 @@ import statistics
 import time
 import tomllib
 import unicodedata
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -233,34 +232,6 @@ def test_a_compound_has_the_parts_that_the_library_has(word, split):
     assert parts(word, known.split().count) == split
 
 
-def test_a_compound_is_found_by_its_parts(folder):
-    (folder / "a.txt").write_text("Der Platzverbrauch des Gerätes ist klein.\n\n"
-                                  "Die Platten sind neu. Ein Platz ist frei.\n\nDer Verbrauch sinkt.")
-    library = made(folder)
-    for question in ("Verbrauch an Platz im Gerät", "Platzverbrauch Geräte", "Geräteplatzverbrauch"):
-        assert library.search(question).text.startswith("Der Platzverbrauch"), question
-    assert library.search("Wo ist der Plattenplatz?").text.startswith("Die Platten")
-
-
-def test_a_title_the_name_of_a_file_and_its_beginning_count(folder):
-    (folder / "dishwasher.md").write_text(
-        "# Errors\n\nE4 means that water leaks.\n\n# Salt\n\nIt is filled up each month.\n")
-    (folder / "boiler.md").write_text("# Errors\n\nE4 means that there is no flame.\n")
-    (folder / "deque.md").write_text(
-        "# Queue.deque\n\nBoth ends are fast.\n\n# Queue.clear\n\nA deque is emptied.\n")
-    (folder / "move.txt").write_text("Moves a window.\n\nOther text.")
-    (folder / "resize.txt").write_text("Other things.\n\nMoves a window.")
-    library = made(folder)
-    for question, text in {"What does error E4 of the boiler mean?": "E4 means that there is no flame.",
-                           "Where does the salt of the dishwasher go?": "It is filled up each month.",
-                           "What is a deque?": "Both ends are fast."}.items():
-        assert library.search(question).text == text, question
-    assert library.search("move windows").place == "notes/move.txt:1"
-    (folder / "tail.txt").write_text("The last part of a file.\n\nThe last ten lines of each file are printed by it.")
-    (folder / "less.txt").write_text("Shows text by pages.\n\nThe last lines of a file.")
-    assert made(folder).search("last lines of files").place == "notes/tail.txt:3"
-
-
 def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
     """Retrieval only; the folders and questions are of tests/questions.toml."""
     answered, refused = [], []
@@ -280,15 +251,6 @@ def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
                 refused.append(passage is None)
     assert len(answered + refused) == 200
     assert statistics.mean(answered) >= 0.83 and statistics.mean(refused) >= 0.9
-
-
-def test_all_words_win_over_one_rare_word_twice_and_then_bm25_decides(folder):
-    (folder / "a.txt").write_text("Xylophone players love the xylophone.\n\nThe xylophone needs soft mallets today.\n\n"
-                                  + "\n\n".join(f"Soft mallets and bells, part {n}." for n in range(20)))
-    (folder / "b.txt").write_text("A lute is old. It is in a room.\n\nA lute is old. The lute is a fine lute.")
-    library = made(folder)
-    assert library.search("xylophone mallets soft").text == "The xylophone needs soft mallets today."
-    assert library.search("lute").text.endswith("fine lute.")
 
 
 # ---- Making one
@@ -358,15 +320,3 @@ def test_a_search_is_bounded_in_work_not_in_time_and_says_that_it_was_cut_off(fo
     assert tools.result("search('pears')", Tokenizer([]), calls=0, context=300) == "nothing"
     assert tools.wider("search('pears')", ["code box"]) == 'search("code box")', "its result says so"
     assert len(passages_of("search", str(library.path), "train")) > 15_000, "training reads all, however long it takes"
-
-
-def test_many_threads_at_once_find_what_one_finds(folder):
-    texts = [f"Sentence number {n} is here." for n in range(500)]
-    (folder / "a.md").write_text("\n\n".join(f"# Title {n}\n\n{text}" for n, text in enumerate(texts)))
-    library = made(folder)
-
-    def both(n: int) -> list[str]:
-        return [library.lookup(f"title {n}").text, library.search(f"sentence {n}").text]
-
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(both, range(500))) == [[text, text] for text in texts]

@@ -6,23 +6,16 @@ The oracle shares only the split pattern with what it tests, and runs it in anot
 import base64
 import json
 import random
-import runpy
-import sys
 import time
 
-import numpy as np
 import pytest
 import regex
 import tiktoken._educational
 
-import nanochat.data.shard_reader
-from nanochat.corpus import learn_tokenizer as learning
 from nanochat.corpus import tinyworld
 from nanochat.corpus.learn_tokenizer import TRAINING_PATTERN, learn_tokenizer
-from nanochat.data.conversation import plain_text
 from nanochat.data.tokenizer import FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, get_tokenizer, tokenizer_dir
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import make_mixture
 
 NASTY = ["", " ", "\n", "\r\n\r\n", "a\r\nb\r\n", "\0", "a\0b", "\u0301", "e\u0301\u0327", "👩‍👩‍👧‍👦🏳️‍🌈", "你好，世界",
          "Ünïcödé", "ſ's K's I'LL don't 'tis", "  indented\n\t\ttabs  \n", "x" * 300, " " * 700 + "y", "\n" * 700,
@@ -79,16 +72,6 @@ def test_ids_equal_those_of_a_naive_encoder_and_every_text_comes_back(tokenizer)
         assert ids == naive_encode(text, tokenizer.merges), repr(text)
         assert tokenizer.decode(ids) == text and tokenizer.decode_bytes(ids) == text.encode()
         assert num_bytes[ids].sum() == len(text.encode()), repr(text)
-
-
-def test_token_bytes_are_raw_bytes_not_decoded_ones(tokenizer):
-    """A lone byte above 127 decodes to U+FFFD, three bytes long, and must still count as one."""
-    num_bytes = tokenizer.token_bytes()
-    assert num_bytes.dtype == np.int32 and num_bytes.shape == (tokenizer.get_vocab_size(),)
-    assert num_bytes[:256].tolist() == [1] * 256 and len(tokenizer.decode([200]).encode()) == 3
-    assert num_bytes[-9:].tolist() == [0] * 9
-    broken = [i for i, token in enumerate(tokenizer.merges) if "\ufffd" in token.decode(errors="replace")]
-    assert broken, "the corpus should teach a merge inside a character"
 
 
 def test_special_tokens_follow_the_ordinary_ids_in_order_and_never_come_from_a_text(tokenizer):
@@ -179,31 +162,3 @@ def test_saved_and_loaded_it_is_the_same_and_a_damaged_file_is_never_used(tokeni
         path.write_text(damage)
         with pytest.raises(UserError, match="is missing or damaged"):
             get_tokenizer("x")
-
-
-# ---- From a data source
-
-@pytest.fixture
-def dataset(monkeypatch) -> None:
-    """A data source `small` in place of the real ones."""
-    def iter_texts(name: str, split: str):
-        yield from corpus() if split == "train" else corpus()[:7]
-
-    monkeypatch.setattr(learning, "ensure_dataset", lambda name: None)
-    monkeypatch.setattr(learning, "iter_texts", iter_texts)
-    monkeypatch.setattr(nanochat.data.shard_reader, "iter_texts", iter_texts)  # for the scripts, which import it anew
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-
-
-def test_a_tokenizer_may_read_the_conversations_of_later_stages_too(dataset, monkeypatch, capsys):
-    """The words of a task that the data does not have become tokens, so a question about it has about half as many."""
-    lengths = {}
-    for tasks in ("", "arithmetic[:400], tinyworld:facts[:400]"):
-        monkeypatch.setattr(sys, "argv", ["tok_train", "--data=small", "--vocab_size=800", f"--tasks={tasks}"])
-        runpy.run_module("scripts.tok_train", run_name="__main__")
-        text = "Multiply the sum of 27 and 3. What is the capital of France?"
-        lengths[tasks] = len(get_tokenizer("small").encode(text))
-    alone, with_tasks = lengths.values()
-    assert with_tasks < 0.6 * alone, lengths
-    texts = [*corpus(), *map(plain_text, make_mixture(tasks, "train", seed=0))]
-    assert get_tokenizer("small").fingerprint == learn_tokenizer(texts, 800).fingerprint

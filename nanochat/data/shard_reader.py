@@ -40,30 +40,18 @@ def load_manifest(name: str) -> dict:
     folder = dataset_dir(name)
     path = folder / "manifest.json"
     if not path.exists():
-        names = [*NAMED, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
-        advice = f"make it: {how_to_make(name)}{did_you_mean(name, names)}"
-        raise UserError(f"no data set {name!r} in {folder.parent}; {advice}")
-    try:
-        manifest = json.loads(path.read_bytes())
-        sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name)}") from error
-    for file, size in sizes.items():
+        # All shards of a data set of the hub are hundreds of GB.
+        more = " --num_shards=8" if name in REMOTE else ""
+        raise UserError(f"no data set {name!r} in {folder.parent}; make it: python -m scripts.dataset "
+                        f"--source={name if name in NAMED else '…'} --name={name}{more}{did_you_mean(name, NAMED)}")
+    manifest = json.loads(path.read_bytes())
+    for shard in manifest["shards"]:
+        file = folder / shard["file"]
         # Sizes only: hashing gigabytes at every start would take minutes. Reading a damaged page raises an error.
-        if not file.exists() or file.stat().st_size != size:
-            raise UserError(f"{file} is missing or does not have the {size} bytes that the manifest says; delete it "
-                            f"and make the data set again, with these settings: {manifest['settings']}")
+        if not file.exists() or file.stat().st_size != shard["bytes"]:
+            raise UserError(f"{file} is missing or does not have the {shard['bytes']} bytes that the manifest says; "
+                            f"delete it and make the data set again, with these settings: {manifest['settings']}")
     return manifest
-
-
-def how_to_make(name: str) -> str:
-    """The command that makes a data set."""
-    source = name if name in NAMED else "…"
-    command = f"python -m scripts.dataset --source={source} --name={name}"
-    if name in REMOTE:
-        # All shards together are hundreds of GB.
-        command += " --num_shards=8"
-    return command
 
 
 def split_shards(name: str, split: str) -> list[dict]:

@@ -27,7 +27,6 @@ from nanochat.eval.loss_eval import score_rows, target_row
 from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.devices import sum_dtype
-from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
@@ -74,11 +73,9 @@ def bundle_dir() -> Path:
 
 
 def load_tasks(bundle: Path) -> list[CoreTask]:
-    """The tasks of a bundle. UserError if the folder is not one."""
+    """The tasks of a bundle."""
     import yaml  # training without CORE works without this package
 
-    if not (bundle / "core.yaml").exists():
-        raise UserError(f"{bundle} is not a CORE bundle: it has no core.yaml; remove it to download it again")
     entries = yaml.safe_load((bundle / "core.yaml").read_bytes())["icl_tasks"]
     with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
         percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
