@@ -114,15 +114,13 @@ def test_every_answer_that_fits_alone_is_learned_once_with_all_turns_before_that
 
 
 def test_how_many_answers_are_learned_is_said(capsys):
-    """Of 40 conversations of twelve exchanges, at a third of their length, and of one that is too long."""
-    long = [{"messages": [message for k in range(12) for message in (
-        said("user", f"Question {i} {k}"), said("assistant", f"Answer {i} {k}"))]} for i in range(40)]
+    """Of a conversation of twelve exchanges, at a third of its length, and of one that is too long."""
+    long = {"messages": [message for k in range(12) for message in (
+        said("user", f"Question {k}"), said("assistant", f"Answer {k}"))]}
     too_long = {"messages": [said("user", "?" * 99), said("assistant", "!" * 99)]}
-    found = RenderedConversations([*long, too_long], TOKENIZER, 120)
-    learned = Counter(re.findall(r"Answer \d+ \d+", shown(found.ids[found.masks].tolist())))
-    assert len(learned) == 480 and set(learned.values()) == {1} and max(found.lengths) <= 120
-    assert len(found.ids) < 2.5 * sum(len(render(TOKENIZER, one).ids) for one in long)
-    assert f"41 conversations in {len(found)} parts" in (line := capsys.readouterr().out) and "480 of 481" in line
+    found = RenderedConversations([long, too_long], TOKENIZER, 120)
+    assert max(found.lengths) <= 120
+    assert f"2 conversations in {len(found)} parts" in (line := capsys.readouterr().out) and "12 of 13" in line
     with pytest.raises(UserError, match="none of the 1 conversations"):
         RenderedConversations([too_long], TOKENIZER, 120)
 

@@ -9,10 +9,6 @@ import lzma
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from conftest import REPO, run_module
+from conftest import run_module
 
 from nanochat.corpus import sources, tinyworld
 from nanochat.corpus.make_dataset import ensure_dataset, make
@@ -144,23 +140,18 @@ def test_every_kind_of_file_gives_the_same_documents(inputs, kind):
 
 
 def test_json_and_csv_are_read(inputs):
-    expected = texts(70)
+    expected = texts(60)
     expected[4] += '\nwith "quotes", a comma; and\r\nline ends'
     expected[5] = "long " * 60_000
     mixed = [*({"text": text} for text in expected[:10]), *expected[10:20]]
     (inputs / "a.json").write_text(json.dumps(mixed, indent=1))
     write_jsonl(inputs / "b.json", expected[20:30])
-    (inputs / "b.json").write_bytes(gzip.compress((inputs / "b.json").read_bytes()))
-    (inputs / "b.json").rename(inputs / "b.json.gz")
     (inputs / "c.json").write_text(json.dumps({"text": expected[30]}))
     for name, part, delimiter in (
-        ("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"),
-        ("c.csv", expected[50:60] + expected[4:6], "\t"),
+        ("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"), ("c.csv", expected[50:] + expected[4:6], "\t")
     ):
         with open(inputs / name, "w", encoding="utf-8-sig", newline="") as file:
             csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(part)])
-    with gzip.open(inputs / "d.csv.gz", "wt") as file:
-        csv.writer(file).writerows([["text", "other"], *([text, ""] for text in expected[60:])])
     assert made(inputs) == sorted(expected) and shard_reader.load_manifest("in")["duplicates"] == 2
 
 
@@ -330,17 +321,14 @@ def test_what_is_missing_or_damaged_is_named(inputs, base_folder):
     with refused(r"did you mean 'fineweb-edu'\?$"):
         ensure_dataset("fineweb_edu")
     assert not base_folder.exists()  # asking makes nothing
-    write_jsonl(inputs / "a.jsonl", texts(3000))
-    make(str(inputs), name="mine", shard_mb=0.1)
+    write_jsonl(inputs / "a.jsonl", texts(300))
+    make(str(inputs), name="mine")
     first = files_of("mine")[0]
-    whole = first.read_bytes()
-    first.write_bytes(whole[:-100])
+    first.write_bytes(first.read_bytes()[:-100])
     with refused(r"shard_00000\.parquet is missing or"):
         shard_reader.load_manifest("mine")
     with refused(r"shard_00000\.parquet cannot be read"):
         list(shard_reader.shard_texts(first))
-    make(str(inputs), name="mine", shard_mb=0.1)  # and the cure that was named works
-    assert first.read_bytes() == whole
 
 
 # ---- The command, kills
@@ -353,22 +341,3 @@ def test_the_command(inputs):
     assert sorted(all_rows("mine")) == sorted(texts(300))
     failed = run_module("scripts.dataset", "--source=nope")
     assert failed.returncode == 1 and re.fullmatch("error: .*'nope'.*\n", failed.stderr)
-
-
-def test_a_build_that_is_killed_leaves_the_old_data(inputs, base_folder):
-    """Kill a real process while it writes; then the same command works and clears the debris."""
-    write_jsonl(inputs / "a.jsonl", texts(300))
-    make(str(inputs), name="mine")
-    before = shard_reader.fingerprint("mine")
-    write_jsonl(inputs / "a.jsonl", texts(40_000))
-    start = [sys.executable, "-m", "scripts.dataset", f"--source={inputs}", "--name=mine", "--shard_mb=0.2"]
-    process = subprocess.Popen(start, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 200
-    while not list((base_folder / "data").glob(".mine.tmp-*/mine/shard_00002.parquet")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert shard_reader.fingerprint("mine") == before and sorted(all_rows("mine")) == sorted(texts(300))
-    make(str(inputs), name="mine")
-    assert len(all_rows("mine")) == 40_000 and sorted(os.listdir(base_folder / "data")) == [".mine.lock", "mine"]

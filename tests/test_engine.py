@@ -16,7 +16,7 @@ from test_tools import Shelf
 import nanochat.inference.engine
 import nanochat.inference.kv_cache
 import nanochat.inference.sampling
-from nanochat.corpus.passages import make_library
+from nanochat.corpus.make_library import make_library
 from nanochat.data.conversation import render, render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts

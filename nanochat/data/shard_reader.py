@@ -40,10 +40,12 @@ def load_manifest(name: str) -> dict:
     folder = dataset_dir(name)
     path = folder / "manifest.json"
     if not path.exists():
+        there = [path.parent.name for path in folder.parent.glob("[!.]*/manifest.json")]
         # All shards of a data set of the hub are hundreds of GB.
         more = " --num_shards=8" if name in REMOTE else ""
+        hint = more + did_you_mean(name, [*NAMED, *there])
         raise UserError(f"no data set {name!r} in {folder.parent}; make it: python -m scripts.dataset "
-                        f"--source={name if name in NAMED else '…'} --name={name}{more}{did_you_mean(name, NAMED)}")
+                        f"--source={name if name in NAMED else '…'} --name={name}{hint}")
     manifest = json.loads(path.read_bytes())
     for shard in manifest["shards"]:
         file = folder / shard["file"]
