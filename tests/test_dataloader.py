@@ -1,6 +1,7 @@
 """Rows of tokens: every token once, the same rows on any number of ranks, exact continuation."""
 import itertools
 import json
+import math
 import re
 from collections import Counter
 
