@@ -153,13 +153,11 @@ def test_the_prompt_is_what_comes_before_the_answer():
 
 
 @pytest.mark.parametrize("messages, expected", [
-    ([said("system", "A"), said("system", "B"), said("user", "C"), said("user", "D")], "<U>A\n\nB\n\nC\n\nD</U><A>"),
     ([said("user", "A"), said("assistant", "B"), said("system", "C"), said("user", "D")],
      "<U>A</U><A>B</A><U>C\n\nD</U><A>"),
     ([said("system", "S"), said("assistant", "Hi"), said("user", "A")], "<U>S</U><A>Hi</A><U>A</U><A>"),
     ([said("user", "A"), said("assistant", "B"), said("assistant", [{"type": "python", "text": "1"}])],
      "<U>A</U><A>B<P>1</P>"),
-    ([said("assistant", "Once")], "<A>Once"),
 ])
 def test_what_clients_send_in_any_order(messages, expected):
     """Rows of one side are one turn; a greeting stays; an answer at the end is continued."""

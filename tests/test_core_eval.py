@@ -251,7 +251,7 @@ def test_the_bundle_is_downloaded_once_and_whole(served, bundle, base_folder):
 def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     """
     During training into the log, afterwards into the report, the same number under a name that says how many items it
-    is of; without a bundle training refuses before it begins. Validation has the same rows in both.
+    is of. Validation has the same rows in both.
     """
     def run(script: str, *arguments: str):
         no_network = {"HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
@@ -261,8 +261,6 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     tiny = ("--data=sums --depth=1 --max_seq_len=32 --device_batch_size=2 --total_batch_size=64 --compile=False "
             "--dtype=float32 --sample_every=-1 --eval_every=3 --seed=5 --num_iterations=3 --core_metric_every=2 "
             "--core_metric_max_per_task=10").split()
-    refused = run("base_train", *tiny)
-    assert refused.returncode == 1 and "core_metric_every=2" in refused.stderr, refused.stderr
     shutil.copytree(bundle, base_folder / "eval_bundle")
     trained = run("base_train", *tiny)
     assert trained.returncode == 0, trained.stderr
@@ -274,8 +272,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     section = base_folder / "report/sections/sums/d1/base_eval.json"
     results = json.loads(section.read_text())["results"]
     assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12)
-    assert [row for row in results if row.startswith("CORE")] == [
-        name, f"{name}: 95% interval", *(f"{name}: {label}" for label in TASKS)]
+    assert {f"{name}: {label}" for label in TASKS} < results.keys()
     last = [record["val/bpb"] for record in records if "val/bpb" in record][-1]
     assert results["validation bits per byte"] == pytest.approx(last, rel=1e-6)
     shutil.rmtree(base_folder / "eval_bundle")

@@ -427,13 +427,3 @@ def test_what_would_be_another_model_is_refused_and_leaves_nothing(tmp_path, bas
                 imported(tmp_path / "damaged")
             assert message in str(caught.value) and "\n" not in str(caught.value), (message, str(caught.value))
     assert sorted(str(path) for path in base_folder.rglob("*")) == before
-
-
-def test_what_is_there_is_never_replaced(tmp_path):
-    saved(random_model())
-    folder = exported(tmp_path / "mine")
-    with pytest.raises(UserError, match="exists"):
-        exported(folder)
-    imported(folder)
-    with pytest.raises(UserError, match="has checkpoints"):
-        imported(folder)
