@@ -7,7 +7,6 @@ import itertools
 import json
 import lzma
 import os
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -331,13 +330,10 @@ def test_what_is_missing_or_damaged_is_named(inputs, base_folder):
         list(shard_reader.shard_texts(first))
 
 
-# ---- The command, kills
-
 def test_the_command(inputs):
     write_jsonl(inputs / "a.jsonl", texts(300) + texts(5), field="body")
     done = run_module("scripts.dataset", f"--source={inputs}", "--name=mine", "--field=body")
-    assert done.returncode == 0, done.stderr
-    assert "mine: 300 documents" in done.stdout and "5 duplicates" in done.stdout
+    assert done.returncode == 0 and "mine: 300 documents (5 duplicates" in done.stdout, done.stderr
     assert sorted(all_rows("mine")) == sorted(texts(300))
     failed = run_module("scripts.dataset", "--source=nope")
-    assert failed.returncode == 1 and re.fullmatch("error: .*'nope'.*\n", failed.stderr)
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "nope" in failed.stderr

@@ -188,7 +188,7 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
     named = codecs.lookup(encoding).name
     if reads(path, "utf-8"):
         # ISO 2022 and HZ write other letters with ASCII bytes alone, so these files are also UTF-8.
-        if "a".encode(named) == b"a" and reads(path, "ascii") and reads(path, named):
+        if named != "utf-8" and "a".encode(named) == b"a" and reads(path, "ascii") and reads(path, named):
             return named
         return "utf-8-sig"
     with open_text(path, "utf-8") as file:
