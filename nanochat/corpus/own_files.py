@@ -196,7 +196,8 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
         while text := file.read(SAMPLE):
             bad += text.count("\ufffd")
             good += len(re.findall(r"[^\0-\x7f\ufffd]", text))
-    if bad <= good:
+    # In EUC-JP, which resembles UTF-8 most, a third as many are good as bad.
+    if 4 * bad <= good:
         notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({bad:,})")
         return "utf-8-sig"
     if reads(path, named):
