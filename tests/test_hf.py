@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.data.conversation import render, render_prompt
-from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.data.tokenizer import SPECIAL_TOKENS
 from nanochat.hf.model_files import CONFIG
-from nanochat.hf.tokenizer_files import GUARD, PROBES, SEAM, to_hf
+from nanochat.hf.tokenizer_files import GUARD, PROBES, SEAM
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
@@ -224,18 +224,6 @@ def test_every_text_has_the_same_ids_there(hf, tmp_path):
     assert theirs("a" + GUARD + "b" + SEAM + "c")["input_ids"] == [bos, *ab, *c], "the one that is lost"
     assert (theirs.eos_token, theirs.pad_token, len(theirs)) == ("<|assistant_end|>", "<|bos|>", V)
     assert theirs.model_max_length == 128
-
-
-def test_merges_that_no_training_makes_lead_to_the_same_ids():
-    """Tokens that only a whole piece can be, that several pairs spell, that repeat themselves: vocabularies over ab."""
-    rng = random.Random(1)
-    for _ in range(40):
-        lengths = rng.choices((2, 2, 3, 3, 4, 5, 6), k=rng.randrange(1, 20))
-        words = {"".join(rng.choices("ab", k=length)).encode() for length in lengths}
-        tokenizer = Tokenizer(rng.sample(sorted(words), len(words)))
-        texts = ["".join(rng.choices("ab ", weights=(5, 5, 1), k=rng.randrange(14))) for _ in range(100)]
-        theirs = [encoding.ids for encoding in to_hf(tokenizer).encode_batch(texts, add_special_tokens=False)]
-        assert theirs == tokenizer.encode(texts), tokenizer.merges
 
 
 def conversations(count: int) -> list[dict]:
