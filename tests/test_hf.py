@@ -185,9 +185,10 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
 
     ids, mask = batch["input_ids"], batch["attention_mask"]
     with torch.no_grad():
+        # Kernels round by the batch's shape: 5e-6, with another vocabulary (learned from this file) over 1e-5.
         for padded in ((ids, mask), (ids.flip(1), mask.flip(1)), (ids, mask.bool())):
             for row, seen, logits in zip(*padded, theirs(*padded).logits):
-                assert torch.allclose(logits[seen > 0], model(row[seen > 0][None])[0], rtol=0, atol=1e-5)
+                assert torch.allclose(logits[seen > 0], model(row[seen > 0][None])[0], rtol=0, atol=1e-4)
         assert torch.allclose(theirs(ids, labels=ids).loss, model(ids[:, :-1], ids[:, 1:].contiguous()))
     with pytest.raises(ValueError, match="attention_mask has zeros between ones"):
         theirs(ids, torch.ones_like(ids).index_fill(1, torch.tensor([2]), 0))
