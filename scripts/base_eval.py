@@ -20,9 +20,9 @@ configure(globals())
 
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import entropy_floor, held_out_questions, sample_prompts, validation_documents
-from nanochat.data.mixture import data_shares, main_data
+from nanochat.data.shard_reader import data_shares, main_data
 from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
-from nanochat.eval.loss_eval import evaluate_documents, evaluate_split, greedy_completes, sample
+from nanochat.eval.loss_eval import evaluate_documents, evaluate_split, greedy_completes, print_samples
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
@@ -68,11 +68,7 @@ elif core_metric_max_per_task:
     print0(core)
 
 # --- samples: greedy continuations of prompts from the data
-rows = []
-for prompt in sample_prompts(data):
-    text = sample(model, tokenizer, prompt, max_tokens=32)
-    print0(f"  {prompt}{text}")
-    rows.append([prompt, cell(text)])
+rows = [[prompt, cell(text)] for prompt, text in print_samples(model, tokenizer, sample_prompts(data), max_tokens=32)]
 samples = markdown_table(["prompt", "greedy completion"], rows, words=(0, 1))
 
 # --- the embedded world: excess over the entropy of the validation documents, and held-out questions. Documents are

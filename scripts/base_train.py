@@ -70,7 +70,7 @@ from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import entropy_floor, sample_prompts
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader
-from nanochat.data.mixture import data_shares
+from nanochat.data.shard_reader import data_shares
 from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_split, print_samples
 from nanochat.model.fp8 import fp8_pays, use_fp8

@@ -28,7 +28,7 @@ configure(globals())
 import re
 import sys
 
-from nanochat.corpus.passages import open_library
+from nanochat.corpus.make_library import open_library
 from nanochat.data.conversation import recent, render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine

@@ -38,7 +38,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
-from nanochat.corpus.passages import open_library
+from nanochat.corpus.make_library import open_library
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.tools import open_tools
 from nanochat.runtime.console import print0

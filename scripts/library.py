@@ -12,9 +12,8 @@ source = "python"      # python, or a folder or file of your own
 name = ""              # name of the library; default: the folder's or file's
 field = "text"         # field with the text, in .jsonl, .json, .csv and .parquet
 encoding = "utf-8"     # for text files that are not UTF-8, such as gb18030
-delimiter = ""         # between the fields of .csv: one character, or tab; default: as in the first line
 config = configure(globals())
 
-from nanochat.corpus.passages import make_library
+from nanochat.corpus.make_library import make_library
 
 make_library(**config)

@@ -2,7 +2,6 @@
 import os
 import random
 import re
-import time
 from collections import Counter
 
 import pytest
@@ -14,8 +13,6 @@ from nanochat.data.conversation import (
     render,
     render_parts,
     render_prompt,
-    text_of,
-    turns_of,
 )
 from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, pack, shuffled
 from nanochat.data.tokenizer import Tokenizer
@@ -43,15 +40,6 @@ TOOL = {"messages": [
                        {"type": "python_output", "text": "36"}, {"type": "text", "text": "36"}]),
     said("user", "<|assistant_end|> Thanks"), said("assistant", "Bye"),
 ]}
-
-
-def test_thousands_of_messages_become_one_turn_in_time():
-    """Of a request with 30,000 messages: growing copies of the turn took twenty seconds."""
-    begun = time.process_time()
-    content = [{"type": "text", "text": "x"}]
-    [turn] = turns_of([said("assistant", content)] * 30_000)
-    assert text_of(turn["content"]) == "\n\n".join("x" * 30_000) and content == [{"type": "text", "text": "x"}]
-    assert time.process_time() - begun < 3
 
 
 def test_only_what_the_assistant_writes_is_trained():
@@ -126,40 +114,33 @@ def test_every_answer_that_fits_alone_is_learned_once_with_all_turns_before_that
 
 
 def test_how_many_answers_are_learned_is_said(capsys):
-    """Of 40 conversations of twelve exchanges, at a third of their length: none is lost; nor is a short one changed."""
-    long = [{"messages": [message for k in range(12) for message in (
-        said("user", f"Question {i} {k}"), said("assistant", f"Answer {i} {k}"))]} for i in range(40)]
-    found = RenderedConversations(long, TOKENIZER, 120)
-    learned = Counter(re.findall(r"Answer \d+ \d+", shown(found.ids[found.masks].tolist())))
-    assert len(learned) == 480 and set(learned.values()) == {1} and max(found.lengths) <= 120
-    assert len(found.ids) < 2.5 * sum(len(render(TOKENIZER, one).ids) for one in long)
-    assert "40 conversations" in (line := capsys.readouterr().out) and "480 of 480 answers are learned" in line
-    assert f"40 are longer than 119 tokens: {len(found)} parts in all" in line
+    """Of a conversation of twelve exchanges, at a third of its length, and of one that is too long."""
+    long = {"messages": [message for k in range(12) for message in (
+        said("user", f"Question {k}"), said("assistant", f"Answer {k}"))]}
     too_long = {"messages": [said("user", "?" * 99), said("assistant", "!" * 99)]}
-    RenderedConversations([*long, too_long], TOKENIZER, 120)
-    line = capsys.readouterr().out
-    assert "480 of 481 answers are learned" in line and "; 1 are too long even alone and left out" in line
+    found = RenderedConversations([long, too_long], TOKENIZER, 120)
+    assert max(found.lengths) <= 120
+    assert f"2 conversations in {len(found)} parts" in (line := capsys.readouterr().out) and "12 of 13" in line
+    with pytest.raises(UserError, match="none of the 1 conversations"):
+        RenderedConversations([too_long], TOKENIZER, 120)
 
 
-def test_rendering_in_several_processes_is_the_same_and_reports_errors(monkeypatch, capsys):
+def test_rendering_in_several_processes_is_the_same_and_reports_errors(monkeypatch):
     """Long results, and an error in a process that is not this one."""
     rendered = []
     for threads in (1, 3):
         monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
         rendered.append(RenderedConversations(some(2000), TOKENIZER, 30))
-    said_by = capsys.readouterr().out.splitlines()
-    assert rendered[0].fingerprint == rendered[1].fingerprint and len(said_by) == 2 and said_by[0] == said_by[1]
+    assert rendered[0].fingerprint == rendered[1].fingerprint
 
     def work(item: int) -> int:
         if item == 2:
             raise UserError("not 2")
         return item * os.getpid()
 
-    assert in_processes(work, [1]) == [os.getpid()] and os.getpid() not in in_processes(work, [1, 1, 1])
+    assert os.getpid() not in in_processes(work, [1, 1, 1])
     with pytest.raises(UserError, match="not 2"):
         in_processes(work, [1, 1, 2])
-    with pytest.raises(RuntimeError, match="terminated"):
-        in_processes(lambda item: item or os.kill(os.getpid(), 9), [1, 0])
 
 
 def test_the_prompt_is_what_comes_before_the_answer():
@@ -172,13 +153,11 @@ def test_the_prompt_is_what_comes_before_the_answer():
 
 
 @pytest.mark.parametrize("messages, expected", [
-    ([said("system", "A"), said("system", "B"), said("user", "C"), said("user", "D")], "<U>A\n\nB\n\nC\n\nD</U><A>"),
     ([said("user", "A"), said("assistant", "B"), said("system", "C"), said("user", "D")],
      "<U>A</U><A>B</A><U>C\n\nD</U><A>"),
     ([said("system", "S"), said("assistant", "Hi"), said("user", "A")], "<U>S</U><A>Hi</A><U>A</U><A>"),
     ([said("user", "A"), said("assistant", "B"), said("assistant", [{"type": "python", "text": "1"}])],
      "<U>A</U><A>B<P>1</P>"),
-    ([said("assistant", "Once")], "<A>Once"),
 ])
 def test_what_clients_send_in_any_order(messages, expected):
     """Rows of one side are one turn; a greeting stays; an answer at the end is continued."""
@@ -187,16 +166,14 @@ def test_what_clients_send_in_any_order(messages, expected):
     assert shown(render_prompt(TOKENIZER, {"messages": messages}, continue_last=True)) == "<|bos|>" + expected
 
 
-@pytest.mark.parametrize("conversation,problem", [
-    ({"messages": [said("user", "x"), said("bot", "y")]}, "message 2 has role 'bot'; expected one of system, user, "),
-    ({"messages": [said("assistant", "x")]}, "take turns, the user first"),
-    ({"messages": [said("user", ["x"])]}, "message 1: only the assistant's content may have other parts"),
-    ({"messages": [said("user", "x"), said("assistant", [{"type": "image", "text": ""}])]}, "message 2 has the part"),
+@pytest.mark.parametrize("messages, problem", [
+    ([said("user", "x"), said("bot", "y")], "message 2 has role 'bot'"),
+    ([said("assistant", "x")], "take turns"), ([said("user", ["x"])], "message 1: "),
+    ([said("user", "x"), said("assistant", [{"type": "image", "text": ""}])], "message 2 has the part"),
 ])
-def test_what_cannot_be_rendered_is_named(conversation, problem):
-    with pytest.raises(UserError) as error:
-        check_conversation(conversation, "chats.jsonl:7")
-    assert str(error.value).startswith("chats.jsonl:7: ") and problem in str(error.value)
+def test_what_cannot_be_rendered_is_named(messages, problem):
+    with pytest.raises(UserError, match=f"chats.jsonl:7: .*{problem}"):
+        check_conversation({"messages": messages}, "chats.jsonl:7")
 
 
 def some(count: int) -> list[dict]:
@@ -209,27 +186,15 @@ def some(count: int) -> list[dict]:
 
 def test_recent_messages_are_as_many_as_fit():
     """Against trying every question in turn; a system message and the last question stay, tools go with their turn."""
-    def roles(text: str) -> list[dict]:
-        names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
-        return [{"role": names[letter], "content": str(i)} for i, letter in enumerate(text)]
-
-    for text in ("u", "s", "su", "suauau", "auauauaua", "dsuuaaauaa", "a", "saaa", "ua" * 200, "s" * 200 + "ua" * 200):
-        messages = roles(text)
-        measured: list[int] = []
+    names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    for text in ("u", "s", "su", "suauau", "auauauaua", "dsuuaaauaa", "a", "saaa", "ua" * 20, "s" * 20 + "ua" * 20):
+        messages = [{"role": names[letter], "content": str(i)} for i, letter in enumerate(text)]
+        head = len(text) - len(text.lstrip("sd")) if text.strip("sd") else 0
+        starts = [head] + [i for i in range(head + 1, len(text)) if text[i] == "u"]
+        tried = [messages[:head] + messages[start:] for start in starts]
         for limit in range(len(messages) + 2):
-            def size(some: list[dict], measured: list[int] = measured) -> int:
-                measured.append(len(some))
-                return len(some)
-
-            head = len(text) - len(text.lstrip("sd")) if text.strip("sd") else 0
-            starts = [head] + [i for i in range(head + 1, len(text)) if text[i] == "u"]
-            tried = [messages[:head] + messages[start:] for start in starts]
             expected = next((some for some in tried if len(some) <= limit), tried[-1])
-            assert recent(messages, size, limit) == expected, (text, limit)
-        for limit in (1, 9):
-            measured.clear()
-            recent(messages, size, limit)
-            assert sum(measured) <= 2 * len(messages) + 50, "a long conversation is not measured once a turn"
+            assert recent(messages, len, limit) == expected, (text, limit)
 
 
 def test_packing_loses_no_token_and_fills_rows():
@@ -289,8 +254,3 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
     for device_batch_size, world_size in ((7, 1), (2, 1), (1, 2), (2, 3)):
         assert targets_of(device_batch_size, world_size) == expected
     assert targets_of(2, 3, start_step=2) == expected[2:], "as after a resume"
-
-
-def test_conversations_that_cannot_be_trained_on_are_an_error():
-    with pytest.raises(UserError, match="none of the 2 conversations"):
-        RenderedConversations(some(0), TOKENIZER, 129)

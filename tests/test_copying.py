@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_engine import draw_weights
 
-from nanochat.corpus.passages import make_library
+from nanochat.corpus.make_library import make_library
 from nanochat.data.conversation import render_prompt
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer

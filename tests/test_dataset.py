@@ -7,12 +7,7 @@ import itertools
 import json
 import lzma
 import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from conftest import REPO, run_module
+from conftest import run_module
 
 from nanochat.corpus import sources, tinyworld
 from nanochat.corpus.make_dataset import ensure_dataset, make
@@ -63,11 +58,6 @@ def made(inputs: Path, **settings) -> list[str]:
     """The sorted documents of the data set `in`, made now."""
     make(str(inputs), **settings)
     return sorted(all_rows("in"))
-
-
-def check_sums(name: str) -> None:
-    sums = {shard["file"]: shard["sha256"] for shard in shard_reader.load_manifest(name)["shards"]}
-    assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files_of(name)}
 
 
 def write_jsonl(path: Path, texts: list[str], field: str = "text") -> None:
@@ -148,101 +138,56 @@ def test_every_kind_of_file_gives_the_same_documents(inputs, kind):
     assert made(inputs) == sorted(documents)
 
 
-def test_a_file_or_folder_names_its_data_set(inputs, monkeypatch):
-    (inputs / "book.txt.gz").write_bytes(gzip.compress("\n".join(texts(1000)).encode()))
-    make(f"{inputs}/book.txt.gz")
-    monkeypatch.chdir(inputs.parent)
-    make("in")  # a relative folder
-    assert all_rows("in") == all_rows("book") and len(all_rows("in")) > 8
-    assert sorted(line for row in all_rows("in") for line in row.splitlines()) == sorted(texts(1000))
-
-
 def test_json_and_csv_are_read(inputs):
-    expected = texts(70)
+    expected = texts(60)
     expected[4] += '\nwith "quotes", a comma; and\r\nline ends'
     expected[5] = "long " * 60_000
     mixed = [*({"text": text} for text in expected[:10]), *expected[10:20]]
     (inputs / "a.json").write_text(json.dumps(mixed, indent=1))
     write_jsonl(inputs / "b.json", expected[20:30])
-    (inputs / "b.json").write_bytes(gzip.compress((inputs / "b.json").read_bytes()))
-    (inputs / "b.json").rename(inputs / "b.json.gz")
     (inputs / "c.json").write_text(json.dumps({"text": expected[30]}))
     for name, part, delimiter in (
-        ("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"),
-        ("c.csv", expected[50:60] + expected[4:6], "\t"),
+        ("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"), ("c.csv", expected[50:] + expected[4:6], "\t")
     ):
         with open(inputs / name, "w", encoding="utf-8-sig", newline="") as file:
             csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(part)])
-    with gzip.open(inputs / "d.csv.gz", "wt") as file:
-        csv.writer(file).writerows([["text", "other"], *([text, ""] for text in expected[60:])])
     assert made(inputs) == sorted(expected) and shard_reader.load_manifest("in")["duplicates"] == 2
 
 
-def numbered(line: str) -> str:
-    return "".join(f"{i} {line}\n" for i in range(3000))
-
-
 TALK = "".join(f"日本の漢字とかな、カタカナ{i}。" for i in range(20))
-DUTCH = numbered("Wie weg is, is gezien.") + "Één reünie"
 LATE = "".join(f"{i} " for i in range(180_000)) + " naïve café"  # after the first mebibyte
 
 
-@pytest.mark.parametrize(("encoding", "text", "guessed"), [
-    ("gb18030", numbered("今天天气很好，我们去公园散步。他说：你好，世界！"), True),
-    ("utf-16", numbered("plain English"), True),
-    ("cp1251", numbered("Привет, как дела? Сегодня хорошая погода."), True), ("latin-1", DUTCH, False),
-    ("iso-2022-jp", f"plain ASCII\n{TALK}", False), ("iso2022_kr", "한국어 문장\n", False), ("euc_jp", TALK, False),
-    ("cp1252", LATE, False)], ids=range(8))
-def test_another_encoding_is_refused_and_is_read_where_it_is_named(inputs, encoding, text, guessed):
-    """Latin-1 that is nearly ASCII, 7-bit encodings that are valid UTF-8, and letters after the first mebibyte."""
-    data = text.encode(encoding)
-    (inputs / "a.txt").write_bytes(data)
+@pytest.mark.parametrize(("encoding", "text"), [
+    ("gb18030", "今天天气很好，我们去公园散步。他说：你好，世界！" * 99), ("utf-16", "plain English\n" * 99),
+    ("cp1251", "Привет, как дела? Сегодня хорошая погода." * 99), ("cp1252", LATE)], ids=str)
+def test_another_encoding_is_refused_and_is_read_where_it_is_named(inputs, encoding, text):
+    (inputs / "a.txt").write_bytes(text.encode(encoding))
     (inputs / "utf8.md").write_text(f"{LANGUAGES}")  # stays as it is
-    (inputs / "log.txt").write_bytes(b"\x1b[31mred\x1b(B plain, a~b, x =~{2}\n" * 20)  # and so does this
-    with refused(r"a\.txt is not utf-8: .*(--encoding=|repair it)") as error:
+    with refused(r"a\.txt is not utf-8: ") as error:
         make(str(inputs))
     assert "\n" not in str(error.value) and not files_of("in")
-    if guessed:
+    if text != LATE:
         guess = str(error.value).split("--encoding=")[1].split(",")[0]
-        assert data.decode(guess) == text, "a library's guess, by another name"
-    rows = made(inputs, encoding=encoding)
-    assert shard_reader.load_manifest("in")["invalid"] == 0 and f"{LANGUAGES}" in rows
-    assert "\x1b[31mred" in "".join(rows)
-    (inputs / "log.txt").unlink()
-    assert Counter("".join(made(inputs, encoding=encoding))) == Counter(data.decode(encoding)) + Counter(f"{LANGUAGES}")
+        assert text.encode(encoding).decode(guess) == text, "a library's guess, by another name"
+    assert Counter("".join(made(inputs, encoding=encoding))) == Counter(text) + Counter(f"{LANGUAGES}")
 
 
-@pytest.mark.parametrize("text, encoding, words", [
-    ("Die Haftpflichtversicherung kostet 84 Euro im Jahr. Der Termin ist im März, sagt sie.", "cp1252", "im März"),
-    ("Un long début sans accent, ou presque. Le café est fermé à Noël ; où est la clé ?", "cp1252", "long début"),
-    ("Zażółć gęślą jaźń, proszę pana. Dziękuję bardzo za wszystko.", "cp1250", "Zażółć"),
-    ("Příliš žluťoučký kůň úpěl ďábelské ódy.", "cp1250", "Příliš"), ("Привет, как дела?" * 9, "cp1251", "Привет")])
-def test_the_hint_quotes_the_words_that_another_encoding_would_change(inputs, text, encoding, words):
-    """Not the beginning, which every encoding reads alike: then nobody could see whether the guess is right."""
-    (inputs / "a.txt").write_bytes(text.encode(encoding))
-    with refused(rf"a\.txt is not utf-8: .*--encoding={encoding}, .*{words}"):
-        make(str(inputs))
-
-
-def test_names_of_encodings_that_are_none_and_ascii_that_stays(inputs):
+def test_a_named_encoding_of_ascii_bytes_is_used_where_it_fits(inputs):
     (inputs / "a.txt").write_bytes(TALK.encode("iso-2022-jp"))
-    assert "\x1b$B" in "".join(made(inputs, encoding="ascii"))
-    with refused("cannot read .*a.txt: unknown encoding: gb9999"):
+    (inputs / "log.txt").write_bytes(b"\x1b[31mred\x1b(B plain")
+    assert sorted("".join(made(inputs, encoding="iso2022_jp"))) == sorted(TALK + "\x1b[31mred\x1b(B plain")
+    with refused("gb9999"):
         make(str(inputs), encoding="gb9999")
 
 
-def test_a_few_bad_bytes_among_valid_ones_are_replaced_and_counted_whatever_encoding_is_named(inputs, capsys):
-    damaged = "\n".join(texts(900) + LANGUAGES * 3).encode() + b"caf\xe9" * 10
-    (inputs / "a.txt").write_bytes(damaged)
+def test_a_few_bad_bytes_among_valid_ones_are_replaced_and_said_whatever_encoding_is_named(inputs, capsys):
+    (inputs / "a.txt").write_bytes("\n".join(texts(900) + LANGUAGES * 3).encode() + b"caf\xe9" * 10)
     (inputs / "b.jsonl").write_bytes(b'{"text": "half \\ud800 pair"}\n{"text": "whole \\ud83d\\ude00"}')
-    assert make(str(inputs))["invalid"] == 10
-    assert "1 files are damaged UTF-8, whose unreadable characters became U+FFFD: " in capsys.readouterr().out
-    assert {"half ? pair", "whole 😀"} <= set(all_rows("in"))
-    assert LANGUAGES[0] in "".join(made(inputs, encoding="latin-1")), "not read wrongly for ten bytes"
-    assert shard_reader.load_manifest("in")["invalid"] == 10 and "damaged UTF-8" in capsys.readouterr().out
-    (inputs / "a.txt").write_bytes(DUTCH.encode("latin-1"))
-    with refused("a.txt is not cp932: [0-9,]+ of its [0-9,]+ characters cannot be read; "):
-        make(str(inputs), encoding="cp932")
+    for encoding in ("utf-8", "latin-1"):
+        rows = made(inputs, encoding=encoding)
+        assert {"half ? pair", "whole 😀"} <= set(rows) and LANGUAGES[0] in "".join(rows)
+        assert "".join(rows).count("\ufffd") == 10 and "a.txt (10)" in capsys.readouterr().out
 
 
 def test_a_byte_order_mark_and_empty_documents_are_dropped(inputs):
@@ -263,9 +208,6 @@ def test_huggingface_datasets_of_a_local_folder(inputs, monkeypatch):
     assert sorted(all_rows("books")) == sorted(texts(500))
     make(f"hf:{inputs}/books", field="content", name="part", num_shards=1, shard_mb=0.01)
     assert 20 < len(all_rows("part")) < 150
-    with refused(r"no field 'text'; there is: content"):
-        make(f"hf:{inputs}/books", name="other")
-    assert not files_of("other")
 
 
 def test_python_holds_the_sources_and_the_reference_and_keeps_a_file_on_one_side():
@@ -294,34 +236,24 @@ def test_few_documents_still_give_two_shards(inputs, count):
     assert sum(map(len, val)) <= sum(map(len, train))  # of several small documents a whole one is held out
 
 
-def test_too_little_text_is_one_line(inputs):
-    (inputs / "a.txt").write_text("same\n\nsame")
-    with refused("too little text in .*in: .* bytes") as caught:
-        make(str(inputs))
-    assert "\n" not in str(caught.value) and not files_of("in")
-
-
 # ---- Damage and misuse
 
 PARQUET = pa.BufferOutputStream()
 pq.write_table(pa.table({"number": range(9000), "body": texts(9000)}), PARQUET)
-PARQUET = PARQUET.getvalue().to_pybytes()
 
 
 @pytest.mark.parametrize(("file", "content", "problem"), [
-    ("a.csv", b"id,body\n1,x\n", "a.csv, line 2: no field 'text'; there is: id, body; choose with --field"),
-    ("a.csv", b"id,text\n1,x\n2,Hello, she said\n", "a.csv, line 3: not as many fields as the 2 that the first"),
-    ("a.csv", b'text,id\n"x",1\n"y" z,2\n', "a.csv, line 3: ',' expected after .* --delimiter=… names"),
-    ("a.csv", b'text,id\n"He said \\"x\\", C:",1\n"y",2\n', "a.csv, line 2: ',' expected .* doubled in quotations"),
+    ("a.csv", b"id,body\n1,x\n", "a.csv, line 2: no field 'text'; there is: id, body"),
+    ("a.csv", b"id,text\n1,x\n2,Hello, she said\n", "a.csv, line 3: not as many fields"),
     ("a.csv", b"text,id,text\nx,1,y\n", "a.csv: two columns are called 'text'"),
-    ("a.csv", b"sep=;\r\ntext;id\r\nx;1\r\n", "a.csv begins with Excel's 'sep=;': remove that line; --delimiter="),
-    ("a.txt.xz", lzma.compress(os.urandom(9000).hex().encode())[:5000], "cannot read .*a.txt.xz"),
-    ("a.json", b"[1, 2]", "a.json, entry 1: no field 'text'; there is: int"),
-    ("a.json", b'{"text": "x"}\n{"text"', "a.json, line 2: not JSON"),
+    ("a.csv", b"sep=;\r\ntext;id\r\nx;1\r\n", "a.csv begins with Excel's 'sep=;'"),
+    ("a.tsv", b'text\tid\n"x" he said\t1\ny\t2\n', "a.tsv, line 2: "),
     ("a.jsonl", b'{"text": "a"}\n\n{"body": "b", "id": 1}\n', "line 3: no field 'text'; there is: body, id"),
+    ("a.jsonl", b'{"text": "x"}\n{"text"', "a.jsonl, line 2: not JSON"),
     ("a.jsonl.gz", gzip.compress(os.urandom(9000).hex().encode())[:5000], "cannot read .*a.jsonl.gz"),
-    ("a.parquet", PARQUET, "a.parquet: no field 'text'; there is: number, body"),
-    ("a.pdf", b"%PDF", r"no documents in .*in: expected .*\.tsv \.parquet \(or \.gz/.* of them\)$"),
+    ("a.parquet", PARQUET.getvalue().to_pybytes(), "a.parquet: no field 'text'; there is: number, body"),
+    ("a.txt", b"same", "too little text"),
+    ("a.pdf", b"%PDF", r"no documents in .*in: expected .*\.tsv \.parquet"),
 ], ids=lambda part: part if isinstance(part, str) else "")
 def test_damaged_input_is_one_line_with_its_place_and_leaves_nothing(inputs, base_folder, file, content, problem):
     (inputs / file).write_bytes(content)
@@ -330,201 +262,78 @@ def test_damaged_input_is_one_line_with_its_place_and_leaves_nothing(inputs, bas
     assert "\n" not in str(caught.value) and os.listdir(base_folder / "data") == [".in.lock"]
 
 
-def test_damaged_pages_of_a_parquet_file(inputs):
-    (inputs / "a.parquet").write_bytes(PARQUET[:-9000] + bytes(2000) + PARQUET[-7000:])  # the footer is whole
-    with refused(r"cannot read .*a\.parquet: "):
-        make(str(inputs), field="body")
-
-
-def test_what_is_not_read_is_said_with_a_count_and_a_name(inputs, capsys):
-    (inputs / "deep" / ".git").mkdir(parents=True)
-    write_jsonl(inputs / "deep" / "a.jsonl", texts(9))
-    for name, content in (
-        ("deep/.git/secret.txt", "secret"), ("book.pdf", "%PDF"), (os.fsdecode(b"caf\xe9.pdf"), "%PDF"),
-        ("settings.json", '{"theme": "dark"}'), ("tsconfig.json", '{\n  // with comments\n  "strict": true}'),
-        ("list.csv", "name,size\na,1\n"),
-    ):
+def test_what_is_not_read_is_said_by_name(inputs, capsys):
+    write_jsonl(inputs / "a.jsonl", texts(9))
+    (inputs / ".git").mkdir()
+    for name, content in ((".git/secret.txt", "secret"), (os.fsdecode(b"caf\xe9.pdf"), "%PDF"),
+                          ("settings.json", '{"theme": "dark"}'), ("tsconfig.json", '{\n  // comment\n}')):
         (inputs / name).write_text(content)
     (inputs / "gone.txt").symlink_to("nowhere.txt")
+    (inputs / "circle").symlink_to(inputs)
     assert made(inputs) == texts(9)
     out = capsys.readouterr().out
-    for line in (
-        "2 files are not read (expected .txt .md .rst .jsonl", "book.pdf, caf?.pdf",
-        "1 files are hidden, and not read: .git\n", f"1 files cannot be opened: {inputs}/gone.txt\n",
-        "3 files are not read, since they hold no such text: ", "tsconfig.json, line 1: not JSON",
-        "settings.json, entry 1: no field 'text'; there is: theme",
-        "list.csv, line 2: no field 'text'; there is: name, size",
-    ):
-        assert line in out
-    (inputs / "deep" / "a.jsonl").unlink()
-    with refused("list.csv, line 2: no field 'text'"):
+    assert all(name in out for name in ("caf?.pdf", "gone.txt", "circle", "tsconfig.json", "settings.json"))
+    (inputs / "a.jsonl").unlink()
+    with refused("settings.json, entry 1: no field 'text'"):
         make(str(inputs))
-    with refused("--delimiter=comma: expected one character, or tab"):
-        make(str(inputs), delimiter="comma")
-
-
-def test_linked_folders_are_read_once_and_names_need_not_be_utf8(inputs, tmp_path):
-    store = tmp_path / "store"
-    (store / "sub").mkdir(parents=True)
-    distinct = texts(5)
-    for i, folder in enumerate([inputs, store, store / "sub"]):
-        (folder / os.fsdecode(b"caf\xe9 %d.txt" % i)).write_text(distinct[i])
-    pq.write_table(pa.table({"text": distinct[3:]}), tmp_path / "a.parquet")
-    (tmp_path / "a.parquet").rename(inputs / os.fsdecode(b"\xe9.parquet"))
-    for i, target in enumerate([store, store, store / "sub", inputs]):  # two ways to one folder, and a circle
-        (inputs / f"link{i}").symlink_to(target)
-    (store / "back").symlink_to(inputs)
-    assert made(inputs) == distinct and shard_reader.load_manifest("in")["duplicates"] == 0
 
 
 # ---- Texts in one file
 
-@pytest.mark.parametrize(("end", "longest"), [
-    ("\n<|endoftext|>\n", 1), ("\r\n</s> \r\n", 1), ("\n<|end_of_text|>\n\n", 9000)])
-def test_separators_between_stories_end_documents(inputs, capsys, end, longest):
-    stories = [f"Story {i}.\n\nIt says <|endoftext|> in a line, </s> too.\n"
-               + "".join(f"And {i} {k} more.\n" for k in range(longest if i % 99 == 98 else i % 9)) for i in range(400)]
+@pytest.mark.parametrize("end", ["\n<|endoftext|>\n", "\r\n</s> \r\n", "\n<|end_of_text|>\n\n"], ids=range(3))
+def test_separators_between_stories_end_documents(inputs, end):
+    stories = [f"Story {i}.\n\nIt says <|endoftext|> in a line, </s> too.\n{'More. ' * (i % 9)}" for i in range(400)]
     (inputs / "a.txt").write_bytes((end.join(stories) + end.rstrip()).encode())
     (inputs / "b.txt").write_text("Another one")
-    rows = [row.strip() for row in made(inputs)]
-    assert Counter("\n".join(rows).split()) == Counter("".join(stories).split()) + Counter("Another one".split())
-    if longest == 1:
-        assert sorted(rows) == sorted([*(story.strip() for story in stories), "Another one"])
-    else:  # long ones are cut besides
-        assert len(rows) > 401 and not any(row.count("Story") > 1 for row in rows)
-    assert f"1 files are divided at lines of {end.strip()}: {inputs}/a.txt (400)\n" in capsys.readouterr().out
+    assert sorted(row.strip() for row in made(inputs)) == sorted([*(story.strip() for story in stories), "Another one"])
 
 
-def test_of_a_few_texts_in_different_languages_none_is_held_out_whole(inputs):
-    alphabets = [[chr(start + i) for i in range(20)] for start in range(0x4e00, 0x4e00 + 25 * 20, 20)]
-    for number, letters in enumerate(alphabets):
-        paragraphs = ["".join(letters[(i * k) % 20] for k in range(60)) for i in range(1, 60)]
-        (inputs / f"{number}.txt").write_text("\n\n".join(paragraphs))
-    make(str(inputs))
-    train, val = ("".join(rows_of(path)) for path in files_of("in"))
-    assert all(set(letters) & set(train) for letters in alphabets), "some are validated on and never trained on"
-    assert len(val) > 0.05 * len(train)
-
-
-# ---- CSV as people have it
-
-@pytest.mark.parametrize(("name", "content", "settings"), [
-    ("a.tsv", "id\ttext\n1\t{0}\n2\t{1}\n", {}),
-    ("a.csv", 'text\tlabel\n"{0}\t1\n{1}"\t0\n', {}),
-    ("a.csv", 'text\tlabel\n"{0}" he said\t1\n{1}\t0\n', {}),
-    ("a.csv", '"name, given, family";text\nAda;{0}\nBob;{1}\n', {}),
-    ("a.csv", "id,a;b;c;d,text\n1,2,{0}\n1,2,{1}\n", {}),
-    ("a.csv", "id|text\n1|{0}\n2|{1}\n", {}),
-    ("a.csv", "id:text\n1:{0}\n2:{1}\n", {"delimiter": ":"}),
-    ("a.csv", "text\tid,no\n{0}\t1\n{1}\t2\n", {"delimiter": "tab"}),
-], ids=range(8))
-def test_csv_of_other_programs_keeps_its_rows(inputs, name, content, settings):
-    """The oracle is the text that was written, whose marks may not join two rows."""
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.tsv", "id\ttext\n1\t{0}, or so\n2\t{1}\n"), ("a.csv", '"name, given";text\nAda;{0}\nBob;{1}\n'),
+    ("a.csv", "id,a;b;c;d,text\n1,2,{0}\n1,2,{1}\n"), ("a.csv", "id|text\n1|{0}\n2|{1}\n")], ids=range(4))
+def test_csv_of_other_programs_keeps_its_rows(inputs, name, content):
     pair = ["first words of one", "and those of another"]
     (inputs / name).write_text(content.format(*pair), newline="")
-    rows = made(inputs, **settings)
+    rows = made(inputs)
     assert len(rows) == 2 and all(sum(part in row for row in rows) == 1 for part in pair)
-    assert not any("\n" in row or "\t" in row for row in rows)
 
 
-def test_unknown_sources():
-    for source in ("nope", ""):
-        with refused(f"no source '{source}', and no such path; expected tinyworld, python, "):
-            make(source)
-
-
-def test_names_cannot_leave_the_folder_or_take_the_place_of_other_data(inputs, tmp_path):
+def test_a_data_set_takes_the_place_of_its_own_source_only(inputs, tmp_path):
     write_jsonl(inputs / "a.jsonl", texts(50))
-    for name in ("../up", ".hidden"):
-        with refused("cannot name a data set"):
+    for name in ("../up", ".hidden", "tinyworld"):
+        with refused("--name="):
             make(str(inputs), name=name)
-    with refused("data set 'tinyworld' belongs to 'tinyworld'; choose another name"):
-        make(str(inputs), name="tinyworld")
     make(str(inputs), name="mine")
     shutil.copytree(inputs, tmp_path / "mine")
-    with refused("data set 'mine' belongs to .*; choose another name"):
+    with refused("data set 'mine' belongs to .*"):
         make(str(tmp_path / "mine"))
-    assert len(all_rows("mine")) == 50
     write_jsonl(inputs / "a.jsonl", texts(60))
-    make(str(inputs), name="mine")  # the same folder with more in it replaces what was there
+    make(str(inputs), name="mine")  # the same folder with more in it
     assert len(all_rows("mine")) == 60
 
 
 # ---- Reading
 
 def test_what_is_missing_or_damaged_is_named(inputs, base_folder):
-    with refused(r"no data set 'python' in .*; make it: .* --source=python --name=python$"):
-        shard_reader.load_manifest("python")
     with refused("no data set 'mine'"):
         ensure_dataset("mine")
-    with refused(r"no .* 'fineweb_edu'.* did you mean 'fineweb-edu'\?$"):
+    with refused(r"did you mean 'fineweb-edu'\?$"):
         ensure_dataset("fineweb_edu")
     assert not base_folder.exists()  # asking makes nothing
-    write_jsonl(inputs / "a.jsonl", texts(3000))
-    make(str(inputs), name="mine", shard_mb=0.1)
+    write_jsonl(inputs / "a.jsonl", texts(300))
+    make(str(inputs), name="mine")
     first = files_of("mine")[0]
-    whole, manifest = first.read_bytes(), (first.parent / "manifest.json").read_bytes()
-
-    first.write_bytes(whole[:-100])
-    with refused(r"shard_00000\.parquet is missing or does not have the \d+ bytes that the manifest"):
+    first.write_bytes(first.read_bytes()[:-100])
+    with refused(r"shard_00000\.parquet is missing or"):
         shard_reader.load_manifest("mine")
-    with refused(r"shard_00000\.parquet cannot be read .* make the data set again"):
+    with refused(r"shard_00000\.parquet cannot be read"):
         list(shard_reader.shard_texts(first))
-    (first.parent / "manifest.json").write_bytes(manifest[:-50])
-    with refused("manifest.json is damaged"):
-        shard_reader.load_manifest("mine")
-    make(str(inputs), name="mine", shard_mb=0.1)  # and the cure that was named works
-    assert first.read_bytes() == whole and (first.parent / "manifest.json").read_bytes() == manifest
 
-
-# ---- The command, kills and full disks
 
 def test_the_command(inputs):
     write_jsonl(inputs / "a.jsonl", texts(300) + texts(5), field="body")
     done = run_module("scripts.dataset", f"--source={inputs}", "--name=mine", "--field=body")
-    assert done.returncode == 0, done.stderr
-    assert "mine: 300 documents" in done.stdout and "duplicates: 5" in done.stdout
+    assert done.returncode == 0 and "mine: 300 documents (5 duplicates" in done.stdout, done.stderr
     assert sorted(all_rows("mine")) == sorted(texts(300))
     failed = run_module("scripts.dataset", "--source=nope")
-    assert failed.returncode == 1 and re.fullmatch("error: no source 'nope'.*\n", failed.stderr)
-
-
-def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base_folder):
-    """Kill a real process while it reads, and while it writes; then the same command works and clears the debris."""
-    write_jsonl(inputs / "a.jsonl", texts(30_000))
-    start = [sys.executable, "-m", "scripts.dataset", f"--source={inputs}", "--name=mine", "--shard_mb=0.2"]
-
-    def kill_when(pattern: str) -> None:
-        process = subprocess.Popen(start, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 200
-        while not list((base_folder / "data").glob(pattern)) and process.poll() is None:
-            assert time.monotonic() < deadline, pattern
-            time.sleep(0.0005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, f"finished before {pattern} was seen"
-
-    kill_when(".mine.tmp-*/mine/bucket_00")
-    assert not (base_folder / "data" / "mine").exists() and list((base_folder / "data").glob(".mine.tmp-*"))
-    with refused("no data set 'mine'"):
-        shard_reader.load_manifest("mine")
-    done = subprocess.run(start, cwd=REPO, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert sorted(all_rows("mine")) == sorted(texts(30_000)) and not list((base_folder / "data").glob(".mine.tmp-*"))
-
-    before = shard_reader.fingerprint("mine")
-    write_jsonl(inputs / "a.jsonl", texts(40_000))
-    kill_when(".mine.tmp-*/mine/shard_00002.parquet")
-    assert shard_reader.fingerprint("mine") == before
-    check_sums("mine")
-    make(str(inputs), name="mine")
-    assert len(all_rows("mine")) == 40_000 and sorted(os.listdir(base_folder / "data")) == [".mine.lock", "mine"]
-
-
-def test_two_builds_at_once_are_one(inputs):
-    write_jsonl(inputs / "a.jsonl", texts(5000))
-    start = [sys.executable, "-m", "scripts.dataset", f"--source={inputs}", "--name=mine"]
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(start, cwd=REPO, **piped) for _ in range(2)]
-    assert [(process.communicate(timeout=300)[1], process.returncode) for process in both] == [("", 0), ("", 0)]
-    check_sums("mine")
-    assert sorted(all_rows("mine")) == sorted(texts(5000))
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "nope" in failed.stderr

@@ -1,11 +1,5 @@
 """Downloads from a local server that answers like the hub, and fails like servers do. The oracle is hashlib."""
 import hashlib
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -17,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import REPO
 
 from nanochat.corpus import download, make_dataset
 from nanochat.data import shard_reader
@@ -28,8 +21,8 @@ REPOSITORY = "somebody/something"
 
 class Handler(BaseHTTPRequestHandler):
     """
-    Serves `server.bodies`: as the hub, which states size and SHA-256 and redirects to the storage of another host, and
-    as that storage. `server.faults[name]` is a list of what the storage does wrong with a file, one per request.
+    Serves `server.bodies` as the hub does, which states size and SHA-256. `server.faults[name]` is a list of what it
+    does wrong with a file, one per request: a status, or "wrong" bytes.
     """
 
     protocol_version = "HTTP/1.1"
@@ -37,91 +30,49 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments) -> None:
         pass
 
-    def answer(self, status: int, length: int = 0, **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(length))
-        for key, value in headers.items():
-            self.send_header(key.replace("_", "-"), value)
-        self.end_headers()
-
-    def resolve(self) -> None:
-        body = self.server.bodies.get(self.path.rpartition("/")[2])
-        if body is None or f"/datasets/{self.server.repository}/resolve/main/" not in self.path:
-            return self.answer(404, X_Error_Code="EntryNotFound")
-        storage = f"http://localhost:{self.server.server_port}/storage/{self.path.rpartition('/')[2]}"
-        tag = hashlib.sha256(body).hexdigest() if self.server.honest else "0" * 64
-        self.answer(302, Location=storage, X_Repo_Commit="c" * 40, X_Linked_Size=str(len(body)),
-                    X_Linked_ETag=f'"{tag}"')
-
-    do_HEAD = resolve
-
     def do_GET(self) -> None:
         name = self.path.rpartition("/")[2]
-        if not self.path.startswith("/storage/"):
-            return self.resolve()
-        with self.server.lock:
-            faults = self.server.faults.get(name, [])
-            fault = faults.pop(0) if faults else ""
-            self.server.requests.append((name, self.headers.get("Range")))
-        if name not in self.server.bodies or fault.isdigit():
-            return self.answer(int(fault or 404))
-        body, start = self.server.bodies[name], 0
-        if asked := self.headers.get("Range"):
-            start = int(asked.removeprefix("bytes=").rstrip("-"))
-        sent = bytes(len(body) - start) if fault == "wrong" else body[start:]
-        self.answer(206 if asked else 200, len(sent), Content_Range=f"bytes {start}-{len(body) - 1}/{len(body)}")
-        if fault == "cut":
-            sent, self.close_connection = sent[: len(sent) // 2], True
-        for at in range(0, len(sent), 1_000 if fault == "slow" else len(sent)):
-            self.wfile.write(sent[at : at + 1_000] if fault == "slow" else sent)
-            self.server.released.wait(0.1 if fault == "slow" else 0)
+        body = self.server.bodies.get(name, b"")
+        tag = hashlib.sha256(body).hexdigest() if self.server.honest else "0" * 64
+        fault = ""
+        if self.command == "GET":
+            self.server.requests.append(name)
+            fault = self.server.faults[name].pop(0) if self.server.faults.get(name) else ""
+        if fault == "wrong":
+            body = bytes(len(body))
+        self.send_response(int(fault) if fault.isdigit() else 200 if body else 404)
+        for key, value in {"Content-Length": len(body), "X-Repo-Commit": "c" * 40, "ETag": f'"{tag}"'}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
 
-
-class QuietServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request, client_address) -> None:
-        pass  # clients that hang up are part of the tests
+    do_HEAD = do_GET
 
 
 @pytest.fixture
-def server():
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    server.bodies, server.faults, server.requests, server.honest = {}, {}, [], True
-    server.repository, server.lock, server.released = REPOSITORY, threading.Lock(), threading.Event()
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.released.set()
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
-
-
-def use_endpoint(monkeypatch, url: str) -> None:
-    """HF_ENDPOINT for processes that start, and for the library that is imported here; no pauses between tries."""
-    monkeypatch.setenv("HF_ENDPOINT", url)
+def hub(base_folder, monkeypatch):
+    """A shard set whose last shard is number 9; no pauses between tries."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.bodies, server.texts, server.faults, server.requests, server.honest = {}, {}, {}, [], True
+    for i in range(10):
+        server.bodies[shard(i)], server.texts[i] = parquet_bytes(f"shard {i}")
+    server.folder = base_folder / "data" / "climbmix"
+    url = f"http://127.0.0.1:{server.server_port}"
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 5_000)  # bytes that go on when a connection breaks: 10 MB
     monkeypatch.setattr(download, "PAUSE_S", 0.01)
     hasty = types.SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     for module in ("file_download", "utils._http"):
         monkeypatch.setattr(f"huggingface_hub.{module}.time", hasty)
-
-
-@pytest.fixture
-def hub(server, base_folder, monkeypatch):
-    """A shard set whose last shard is number 9."""
-    use_endpoint(monkeypatch, server.url)
     monkeypatch.setitem(make_dataset.REMOTE, "climbmix", (REPOSITORY, 9))
-    server.texts = {}
-    for i in range(10):
-        server.bodies[shard(i)], server.texts[i] = parquet_bytes(f"shard {i}")
-    server.folder = base_folder / "data" / "climbmix"
-    return server
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
 
 
 def shard(index: int) -> str:
@@ -141,7 +92,7 @@ def names(folder: Path) -> list[str]:
 
 def fetched(server) -> set[str]:
     """The files whose bodies were asked for; asks anew."""
-    files = {name for name, _ in server.requests}
+    files = set(server.requests)
     server.requests.clear()
     return files
 
@@ -149,8 +100,8 @@ def fetched(server) -> set[str]:
 # ---- Data sets from the hub
 
 def test_shards_come_verified_and_the_manifest_fits(hub):
-    """A cut connection goes on where it broke; a 503 and wrong bytes are tried again."""
-    hub.faults = {shard(0): ["cut", "cut"], shard(1): ["503"], shard(9): ["wrong"]}
+    """A 503 and wrong bytes are tried again."""
+    hub.faults = {shard(1): ["503"], shard(9): ["wrong"]}
     manifest = make_dataset.make("climbmix", num_shards=3)
     wanted = [0, 1, 2, 9]
     assert names(hub.folder) == ["manifest.json", *map(shard, wanted)]
@@ -161,44 +112,32 @@ def test_shards_come_verified_and_the_manifest_fits(hub):
                          "sha256": hashlib.sha256(body).hexdigest()}
     assert list(shard_reader.iter_texts("climbmix", "val")) == hub.texts[9]
     assert list(shard_reader.iter_texts("climbmix", "train")) == hub.texts[0] + hub.texts[1] + hub.texts[2]
-    starts = [int((span or "bytes=0-")[6:-1]) for name, span in hub.requests if name == shard(0)]
-    assert len(starts) == 3 and 0 == starts[0] < starts[1] < starts[2], "it goes on where it broke"
 
 
 def test_more_shards_later_fetch_only_what_is_missing(hub):
+    """What is there is compared with the hub, not fetched."""
     make_dataset.make("climbmix", num_shards=2)
     first = shard_reader.fingerprint("climbmix")
     assert fetched(hub) == {shard(0), shard(1), shard(9)}
-    make_dataset.make("climbmix", num_shards=2)
-    assert not fetched(hub) and shard_reader.fingerprint("climbmix") == first
     make_dataset.make("climbmix", num_shards=4)
     assert fetched(hub) == {shard(2), shard(3)}
-    make_dataset.make("climbmix")  # all there are
-    assert len(shard_reader.load_manifest("climbmix")["shards"]) == 10
-    fetched(hub)
-    make_dataset.make("climbmix", num_shards=2)
-    assert not fetched(hub) and shard_reader.fingerprint("climbmix") == first
     (hub.folder / shard(0)).unlink()
-    (hub.folder / "manifest.json").unlink()  # what is there is compared with the hub, not fetched
-    make_dataset.make("climbmix", num_shards=2)
-    assert fetched(hub) == {shard(0)} and shard_reader.fingerprint("climbmix") == first
     (hub.folder / shard(1)).write_bytes(hub.bodies[shard(1)][:-1000])  # cut off on the disk
+    (hub.folder / "manifest.json").unlink()
     make_dataset.make("climbmix", num_shards=2)
-    assert fetched(hub) == {shard(1)} and (hub.folder / shard(1)).read_bytes() == hub.bodies[shard(1)]
+    assert fetched(hub) == {shard(0), shard(1)} and shard_reader.fingerprint("climbmix") == first
+    assert (hub.folder / shard(1)).read_bytes() == hub.bodies[shard(1)]
 
 
 def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub, monkeypatch):
-    """After one failure no further shard is begun."""
     monkeypatch.setattr(make_dataset, "DOWNLOADS", 1)
     body = hub.bodies.pop(shard(3))
-    with pytest.raises(UserError, match=rf"{shard(3)} of {REPOSITORY}: .*404.* HF_ENDPOINT=… names a mirror") as caught:
+    with pytest.raises(UserError, match=f"{shard(3)} of {REPOSITORY}: ") as caught:
         make_dataset.make("climbmix", num_shards=6)
     assert "\n" not in str(caught.value) and {shard(0), shard(1)} <= set(names(hub.folder))
     with pytest.raises(UserError, match="no data set 'climbmix'"):
         shard_reader.load_manifest("climbmix")
-    fetched(hub)
     make_dataset.make("climbmix", num_shards=1)
-    assert fetched(hub) == {shard(9)} and names(hub.folder)[0] == "manifest.json"
     with pytest.raises(UserError, match=shard(3)):
         make_dataset.make("climbmix", num_shards=6)
     assert len(shard_reader.load_manifest("climbmix")["shards"]) == 2
@@ -210,51 +149,10 @@ def test_what_is_not_the_shard_that_the_hub_states_is_not_kept(hub, monkeypatch)
     """A wrong checksum; and an error page, of whose checksum the server is sure."""
     monkeypatch.setattr(make_dataset, "DOWNLOADS", 1)
     hub.honest = False
-    digest = hashlib.sha256(hub.bodies[shard(0)]).hexdigest()
-    with pytest.raises(UserError, match=rf"{shard(0)} .*: wrong checksum: expected {'0' * 64}, got {digest};"):
+    with pytest.raises(UserError, match=rf"{shard(0)} .*: wrong checksum"):
         make_dataset.make("climbmix", num_shards=1)
-    assert sum(name == shard(0) for name, _ in hub.requests) == download.TRIES
     hub.honest = True
     hub.bodies[shard(0)] = b"<html>please log in</html>"
-    with pytest.raises(UserError, match=rf"{shard(0)} of {REPOSITORY}: .*not a whole parquet file"):
+    with pytest.raises(UserError, match=rf"{shard(0)} of {REPOSITORY}: .*parquet"):
         make_dataset.make("climbmix", num_shards=1)
     assert shard(0) not in names(hub.folder)
-
-
-def test_a_killed_download_goes_on(hub):
-    """SIGKILL in the middle of a file: no data set is there; the next run asks only for what was not complete."""
-    hub.bodies[shard(0)], texts = parquet_bytes("large", rows=10_000)
-    hub.faults = {shard(0): ["slow"]}
-    code = f"from nanochat.corpus import make_dataset; make_dataset.REMOTE['climbmix'] = ({REPOSITORY!r}, 9);"
-    code += "make_dataset.make('climbmix', num_shards=1)"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 200
-
-    def begun() -> bool:
-        parts = hub.folder.glob(".cache/huggingface/download/*.incomplete")
-        return (hub.folder / shard(9)).exists() and len(list(parts)) == 1
-
-    while not begun():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    with pytest.raises(UserError, match="no data set"):
-        shard_reader.load_manifest("climbmix")
-    fetched(hub)
-    make_dataset.make("climbmix", num_shards=1)
-    assert fetched(hub) == {shard(0)} and list(shard_reader.iter_texts("climbmix", "train")) == texts
-    assert names(hub.folder) == ["manifest.json", shard(0), shard(9)]
-
-
-def test_without_a_network_it_is_one_line(tmp_path):
-    """The library's several tries are not told, and nothing is left. (They pause for half a minute, but here.)"""
-    run = "import runpy, time\ntime.sleep = lambda seconds: None\nrunpy.run_module('scripts.dataset', alter_sys=True)"
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # nobody listens, and nobody else can
-        command = [sys.executable, "-c", run, "--source=climbmix", "--num_shards=1"]
-        env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
-        done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
-    assert re.fullmatch("error: .* of karpathy/.*: .*[Cc]onnect.*; the same command goes on.*\n", done.stderr)
-    assert done.returncode == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_completes, sample
+from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_completes, print_samples
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
@@ -83,7 +83,7 @@ def test_greedy_completes_agrees_with_decoding():
         for optimizer in optimizers:
             optimizer.step(stats)
         sharding.all_gather_params()
-    assert sample(model, TOKENIZER, "the cat", 12).startswith(" sat on the mat, and")
+    assert print_samples(model, TOKENIZER, ["the cat"], 12)[0][1].startswith(" sat on the mat, and")
     pairs = {
         ("the cat", " sat on the mat,"): True, ("the cat", " sat on the cat"): False, ("the", " cat"): True,
         ("the cat sat on", " too"): False, ("the cat sat on", " the mat, and 日本語"): True,

@@ -124,7 +124,8 @@ def render_share(rank: int, world_size: int, count: int) -> tuple[list[int], tup
     """(indices that this rank read, everything that is known afterwards)"""
     source = Recorded(count)
     rendered = RenderedConversations(source, TOKENIZER, LONGEST)
-    return source.read, ([rendered.read([i]) for i in range(len(rendered))], rendered.fingerprint)
+    content = [tuple(part.tolist() for part in rendered.read([i])) for i in range(len(rendered))]
+    return source.read, (content, rendered.fingerprint)
 
 
 def test_each_rank_renders_a_share_and_all_have_all():

@@ -1,35 +1,29 @@
 """Real files, real SQLite. The oracles: BM25 by its formula over words that are split here, inspect, stat."""
-import csv
 import functools
 import gzip
 import inspect
 import itertools
 import json
 import os
-import random
 import re
-import signal
 import sqlite3
 import statistics
-import subprocess
-import sys
 import time
 import tomllib
 import unicodedata
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import REPO, run_module
+from conftest import REPO
 
-from nanochat.corpus.passages import make_library, open_library, text_passages
+from nanochat.corpus.make_library import make_library, open_library, text_passages
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference import retrieval as reader
 from nanochat.inference.retrieval import Library, Passage, library_path
 from nanochat.inference.tools import Tools
-from nanochat.inference.words import parts, stems
+from nanochat.inference.words import parts
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.lookup import passages_of
 
@@ -92,47 +86,18 @@ def test_markdown_becomes_passages_with_heading_and_line(folder):
 
 
 def test_every_kind_of_file_says_its_place(folder):
-    rows = [{"text": f"Row {n} of {{}} has the word {n}wort."} for n in range(3)]
-
-    def text(kind: str) -> list[dict]:
-        return [{"text": row["text"].format(kind)} for row in rows]
-
     (folder / "sub").mkdir()
-    (folder / "sub" / "a.txt").write_text("\n\nA plain text has no heading.\n")
+    stories = "First story.\nIt ends.\n<|endoftext|>\n\nSecond story.\n<|endoftext|>\nThird.\n"
+    (folder / "sub" / "a.txt").write_text(stories)
     (folder / "b.md.gz").write_bytes(gzip.compress(b"# Packed\n\nThis one is compressed.\n"))
-    (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text("c")))
-    (folder / "d.json").write_text(json.dumps(text("d")))
-    with open(folder / "e.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["text"])
-        writer.writeheader()
-        writer.writerows(text("e"))
-    pq.write_table(pa.Table.from_pylist(text("f")), folder / "f.parquet")
+    (folder / "c.jsonl").write_text('{"text": "Row one of c."}\n{"text": "Row two of c."}\n')
+    (folder / "d.csv").write_text("text\nRow one of d.\nRow two of d.\n")
+    pq.write_table(pa.table({"text": ["Row one of e.", "Row two of e."]}), folder / "e.parquet")
     (folder / "ignored.py").write_text("text = 'not read'")
     (folder / ".hidden.md").write_text("not read")
-    library = made(folder)
-    assert library.lookup("a") == ("a", "A plain text has no heading.", "notes/sub/a.txt:3")
-    assert library.lookup("packed") == ("Packed", "This one is compressed.", "notes/b.md.gz:3")
-    for kind, suffix in {"c": "jsonl", "d": "json", "e": "csv", "f": "parquet"}.items():
-        found = [passage for passage in passages(library) if passage.title == kind]
-        assert [passage.place for passage in found] == [f"notes/{kind}.{suffix}:{n}" for n in (1, 2, 3)]
-    assert library.passages == 14
-
-
-def test_linked_folders_separators_and_what_is_not_read(folder, tmp_path, capsys):
-    (tmp_path / "store").mkdir()
-    stories = "First story.\nIt ends.\n<|endoftext|>\n\nSecond story.\n<|endoftext|>\nThird.\n"
-    (tmp_path / "store" / "a.txt").write_text(stories)
-    (folder / "linked").symlink_to(tmp_path / "store")
-    (folder / "again").symlink_to(tmp_path / "store")
-    (folder / "gone.md").symlink_to("nowhere.md")
-    (folder / "b.rst").write_text("Heading\n=======\n\nA paragraph.\n")
-    (folder / "c.pdf").write_bytes(b"%PDF")
-    assert passages(made(folder)) == [
-        ("a", "First story. It ends.", "notes/again/a.txt:1"), ("a", "Second story.", "notes/again/a.txt:5"),
-        ("a", "Third.", "notes/again/a.txt:7"), ("Heading", "A paragraph.", "notes/b.rst:4")]
-    out = capsys.readouterr().out
-    assert "1 files cannot be opened: " in out and "gone.md" in out and ": c.pdf\n" in out
-    assert f"1 files are divided at lines of <|endoftext|>: {folder}/again/a.txt (2)" in out
+    assert [(passage.title, passage.place.removeprefix("notes/")) for passage in passages(made(folder))] == [
+        ("Packed", "b.md.gz:3"), ("c", "c.jsonl:1"), ("c", "c.jsonl:2"), ("d", "d.csv:1"), ("d", "d.csv:2"),
+        ("e", "e.parquet:1"), ("e", "e.parquet:2"), ("a", "sub/a.txt:1"), ("a", "sub/a.txt:5"), ("a", "sub/a.txt:7")]
 
 
 def test_passages_are_at_most_300_characters_cut_at_sentences_and_lose_nothing(folder):
@@ -146,24 +111,16 @@ def test_passages_are_at_most_300_characters_cut_at_sentences_and_lose_nothing(f
         assert len(one) + 1 + len(re.match(r".+?\.(?= |$)", other)[0]) > 300
 
 
-def test_control_characters_surrogates_special_tokens_and_megabytes_on_one_line(folder, capsys):
+def test_control_characters_surrogates_special_tokens_and_megabytes_on_one_line(folder):
     (folder / "a.txt").write_bytes(b"Tab\there, bell\a, escape\x1b[31m and zero\0 end here.\r\n")
     (folder / "b.jsonl").write_text(json.dumps({"text": "Half a pair \ud83d is no character."}) + "\n")
     (folder / "c.md").write_text("The token <|python_end|> and <|assistant_end|> are text.")
-    (folder / "d.txt").write_text("needle " + "hay" * 2_000_000 + " stack " * 500_000)
     long_lines = ["# " + "head " * 100_000, "[" * 100_000, " " * 1_000_000, "-" * 100_000, "<!--" * 100_000]
-    (folder / "e.md").write_text("\n".join(long_lines))
-    (folder / os.fsdecode(b"f\xff.txt")).write_text("Its name is no UTF-8, which pyarrow does not open.")
-    (folder / "g.jsonl").write_text('{"body": "no text"}')
-    began = time.monotonic()
+    (folder / "d.md").write_text("\n".join(long_lines))
     library = made(folder)
-    assert time.monotonic() - began < 60
     assert library.lookup("a").text == "Tab here, bell , escape [31m and zero end here."
     assert library.search("half pair character").text == "Half a pair is no character."
     assert library.search("token python_end").text == "The token <|python_end|> and <|assistant_end|> are text."
-    assert library.search("needle").text.startswith("needle")
-    assert library.search("pyarrow").place == "notes/f?.txt:1"
-    assert "notes/g.jsonl is not read: " in capsys.readouterr().out
     assert all(len(passage.text) <= 300 and len(passage.title) <= 200 for passage in passages(library))
 
 
@@ -261,17 +218,6 @@ def test_any_language_is_searched_however_it_is_typed(folder):
         assert library.search(question) is None, question
 
 
-def test_words_that_differ_only_in_form_are_the_same(folder):
-    for one, other in {"Verzeichnis": "Verzeichnissen", "ключ": "КЛЮЧ", "für": "fu\u0308r", "ｶﾞｲﾄﾞ": "ガイド",
-                       "Ｗｉｆｉ": "wifi", "ёлка": "елка", "STRASSE": "straße", "creación": "creaciones",
-                       "partitions": "partition"}.items():
-        assert stems(one) == stems(other) and len(stems(one)) <= 3, (one, stems(one), stems(other))
-    assert stems("हिन्दी number617 ไทย")[:2] == ["हिन्द", "number617"], "marks stay in their word, and no number is cut"
-    assert stems("number617") != stems("number618")
-    (folder / "a.md").write_text("# Müller\n\nHer number is 12.\n")
-    assert made(folder).lookup("mu\u0308ller").text == "Her number is 12."
-
-
 @pytest.mark.parametrize("word, split", [
     ("dateisystembelegung", ["datei", "system", "belegung"]), ("eingabezeile", ["eingabe", "zeile"]),
     ("arbeitsplatz", ["arbeit", "platz"]),      # an s joins its parts
@@ -282,43 +228,6 @@ def test_words_that_differ_only_in_form_are_the_same(folder):
 def test_a_compound_has_the_parts_that_the_library_has(word, split):
     known = "datei system dateisystem belegung eingabe zeile arbeit platz garten garten garte nzeile pass word 京都天気"
     assert parts(word, known.split().count) == split
-
-
-def test_a_compound_is_found_by_its_parts(folder):
-    (folder / "a.txt").write_text("Der Platzverbrauch des Gerätes ist klein.\n\n"
-                                  "Die Platten sind neu. Ein Platz ist frei.\n\nDer Verbrauch sinkt.")
-    library = made(folder)
-    for question in ("Verbrauch an Platz im Gerät", "Platzverbrauch Geräte", "Geräteplatzverbrauch"):
-        assert library.search(question).text.startswith("Der Platzverbrauch"), question
-    assert library.search("Wo ist der Plattenplatz?").text.startswith("Die Platten")
-
-
-def test_a_title_the_name_of_a_file_and_its_beginning_count(folder):
-    (folder / "dishwasher.md").write_text(
-        "# Errors\n\nE4 means that water leaks.\n\n# Salt\n\nIt is filled up each month.\n")
-    (folder / "boiler.md").write_text("# Errors\n\nE4 means that there is no flame.\n")
-    (folder / "deque.md").write_text(
-        "# Queue.deque\n\nBoth ends are fast.\n\n# Queue.clear\n\nA deque is emptied.\n")
-    (folder / "move.txt").write_text("Moves a window.\n\nOther text.")
-    (folder / "resize.txt").write_text("Other things.\n\nMoves a window.")
-    library = made(folder)
-    for question, text in {"What does error E4 of the boiler mean?": "E4 means that there is no flame.",
-                           "Where does the salt of the dishwasher go?": "It is filled up each month.",
-                           "What is a deque?": "Both ends are fast."}.items():
-        assert library.search(question).text == text, question
-    assert library.search("move windows").place == "notes/move.txt:1"
-    (folder / "tail.txt").write_text("The last part of a file.\n\nThe last ten lines of each file are printed by it.")
-    (folder / "less.txt").write_text("Shows text by pages.\n\nThe last lines of a file.")
-    assert made(folder).search("last lines of files").place == "notes/tail.txt:3"
-
-
-def test_a_title_of_brackets_is_no_title_of_everything_and_vowel_signs_make_no_name(folder):
-    (folder / "a.md").write_text("# （一）总则\n\nFirst part.\n\n# (Optional)\n\nIt is optional.\n")
-    (folder / "b.md").write_text("# पानी\n\nटंकी छत पर है।\n\n# बिल\n\nपानी का बिल रवि ने भरा।\n")
-    library = made(folder)
-    assert library.lookup("（九）不存在") is library.lookup("??") is None
-    assert library.lookup("(optional)").text == "It is optional."
-    assert library.lookup("पानी का बिल किसने भरा").text == "पानी का बिल रवि ने भरा।"
 
 
 def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
@@ -342,26 +251,7 @@ def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
     assert statistics.mean(answered) >= 0.83 and statistics.mean(refused) >= 0.9
 
 
-def test_all_words_win_over_one_rare_word_twice_and_then_bm25_decides(folder):
-    (folder / "a.txt").write_text("Xylophone players love the xylophone.\n\nThe xylophone needs soft mallets today.\n\n"
-                                  + "\n\n".join(f"Soft mallets and bells, part {n}." for n in range(20)))
-    (folder / "b.txt").write_text("A lute is old. It is in a room.\n\nA lute is old. The lute is a fine lute.")
-    library = made(folder)
-    assert library.search("xylophone mallets soft").text == "The xylophone needs soft mallets today."
-    assert library.search("lute").text.endswith("fine lute.")
-
-
 # ---- Making one
-
-def test_a_thousand_files_in_seconds(folder):
-    for n in range(1000):
-        (folder / f"{n}.md").write_text(f"# Number {n}\n\n" + f"Fact {n} of the file is number{n}. " * 20)
-    began = time.monotonic()
-    library = made(folder)
-    assert time.monotonic() - began < 20
-    assert library.passages >= 1000 and library.lookup("number 617").place == "notes/617.md:3"
-    assert library.search("fact number617").title == "Number 617"
-
 
 def test_a_library_of_changed_files_says_so(folder, capsys):
     def changes() -> str:
@@ -372,112 +262,39 @@ def test_a_library_of_changed_files_says_so(folder, capsys):
     (folder / "a.md").write_text("First.")
     place = make_library(str(folder))
     assert place == library_path("notes") and changes() == ""
-    (folder / "ignored.py").write_text("is no text")
-    assert changes() == ""
-    (folder / "b.md").write_text("Second.")
-    said = changes()
-    assert str(folder) in said and "scripts.library" in said and said.count("\n") == 1
-    make_library(str(folder))
-    assert changes() == ""
-    os.utime(folder / "a.md", (1, 1))
-    assert changes()
+    os.utime(folder / "a.md", (place.stat().st_mtime + 9,) * 2)
+    assert str(folder) in changes()
     (folder / "a.md").unlink()
-    (folder / "b.md").unlink()
-    (folder / "ignored.py").unlink()
     folder.rmdir()
-    assert changes() and Library(place).lookup("a").text == "First."
+    assert changes() == "" and Library(place).lookup("a").text == "First."
 
 
-def test_a_bad_source_is_one_line_and_a_bad_file_is_named(folder, capsys):
-    for source in ("", str(folder / "gone"), str(folder)):
-        failed = run_module("scripts.library", f"--source={source}")
-        assert failed.returncode == 1 and failed.stderr.count("\n") == 1, failed.stderr
-        assert "expected" in failed.stderr
+def test_a_bad_file_is_named_and_the_others_are_read(folder, capsys):
+    with pytest.raises(UserError, match="nothing to read"):
+        make_library(str(folder))
     (folder / "bad.json").write_text("{")
     (folder / "other.jsonl").write_text('{"title": "no text"}\n')
     (folder / "bad.parquet").write_bytes(b"PAR1 no")
     (folder / "good.md").write_text("The only sentence.")
     assert made(folder).passages == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and all("is not read" in line for line in lines[:3])
-    assert "1 passages" in lines[3] and "3 file" in lines[3]
-    with pytest.raises(UserError, match="--name"):
-        make_library(str(folder), name="python")
-
-
-def test_killed_in_mid_write_the_old_library_stays_and_the_next_writer_clears_up(folder):
-    (folder / "a.md").write_text("# Old\n\nThe old one.\n")
-    place = make_library(str(folder))
-    with open(folder / "a.md", "w") as file:
-        file.writelines(f"# Title {n}\n\nSentence {n} of a large file.\n\n" for n in range(300_000))
-    writer = subprocess.Popen([sys.executable, "-m", "scripts.library", f"--source={folder}"])
-    deadline = time.monotonic() + 60
-    while not any(path.stat().st_size > 100_000 for path in place.parent.glob(".notes.sqlite.tmp-*/*")):
-        assert time.monotonic() < deadline and writer.poll() is None
-        time.sleep(0.01)
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    assert Library(place).lookup("old").text == "The old one."
-    (folder / "a.md").write_text("# New\n\nThe new one.\n")
-    assert made(folder).lookup("new").text == "The new one."
-    assert not list(place.parent.glob(".notes.sqlite.tmp-*"))
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("bad.json", "other.jsonl", "bad.parquet"))
 
 
 # ---- Opening one
 
 def test_no_library_and_a_damaged_one_are_one_line_each(folder, tmp_path):
-    (folder / "a.md").write_text("\n\n".join(f"Sentence number {n} is here." for n in range(5000)))
+    (folder / "a.md").write_text("\n\n".join(f"Sentence number {n} is here." for n in range(500)))
     whole = make_library(str(folder)).read_bytes()
     path = tmp_path / "x.sqlite"
-    assert "no library" in refused(path) and "no library" in refused(tmp_path)
-    near = refused(library_path("notess"))
-    assert "did you mean 'notes'?" in near and "scripts.library" in near
-    for damaged in (b"", b"no SQLite", whole[:1000], whole[:len(whole) // 2], b"\0" * len(whole)):
+    assert "no library" in refused(path) and "did you mean 'notes'?" in refused(library_path("notess"))
+    for damaged in (b"", b"no SQLite", whole[:1000], whole[:len(whole) // 2]):
         path.write_bytes(damaged)
         assert "damaged" in refused(path)
-    sqlite3.connect(tmp_path / "other.sqlite").executescript("CREATE TABLE t(a); INSERT INTO t VALUES (1);")
-    assert "damaged" in refused(tmp_path / "other.sqlite")
     path.write_bytes(whole)
     with sqlite3.connect(path) as older:
         older.execute("UPDATE manifest SET value = '1' WHERE key = 'form'")
-    assert "another version" in refused(path) and "scripts.library" in refused(path)
-
-
-def test_a_page_that_is_damaged_is_said_and_never_an_error(folder, tmp_path):
-    (folder / "a.md").write_text("\n\n".join(f"# Title {n}\n\nSentence number {n} is here." for n in range(3000)))
-    whole = bytearray(make_library(str(folder)).read_bytes())
-    path = tmp_path / "x.sqlite"
-    answers = set()
-    for start in range(0, len(whole), 4096 * 3):
-        noise = random.Random(start).randbytes(4096)
-        path.write_bytes(whole[:start] + noise + whole[start + 4096:])
-        try:
-            library = Library(path)
-        except UserError:
-            continue
-        answers.add(Tools(library).result("lookup('title 1234')", Tokenizer([]), 0, 300))
-        answers.add(Tools(library).result("search('sentence number 1234')", Tokenizer([]), 0, 300))
-    assert {"Sentence number 1234 is here.", "The library is damaged."} <= answers, answers
-
-
-@pytest.mark.parametrize("without", ["fts5", "sqlite3"])
-def test_a_python_without_fts5_says_so_in_one_line(folder, monkeypatch, without):
-    (folder / "a.md").write_text("Text.")
-    place = make_library(str(folder))
-    connect = sqlite3.connect
-
-    class Connection(sqlite3.Connection):
-        def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
-            return super().execute(statement.replace("fts5", "fts_that_is_not_there"), *values)
-
-    if without == "sqlite3":
-        monkeypatch.setattr(reader, "sqlite3", None)
-    else:
-        monkeypatch.setattr(sqlite3, "connect", lambda *a, **b: connect(*a, **b, factory=Connection))
-    for action in (lambda: Library(place), lambda: make_library(str(folder))):
-        with pytest.raises(UserError, match="FTS5") as error:
-            action()
-        assert "\n" not in str(error.value)
+    assert "another version" in refused(path)
 
 
 def test_a_search_is_bounded_in_work_not_in_time_and_says_that_it_was_cut_off(folder, monkeypatch):
@@ -497,22 +314,3 @@ def test_a_search_is_bounded_in_work_not_in_time_and_says_that_it_was_cut_off(fo
     assert tools.result("search('pears')", Tokenizer([]), calls=0, context=300) == "nothing"
     assert tools.wider("search('pears')", ["code box"]) == 'search("code box")', "its result says so"
     assert len(passages_of("search", str(library.path), "train")) > 15_000, "training reads all, however long it takes"
-
-
-def test_many_threads_at_once_find_what_one_finds(folder):
-    texts = [f"Sentence number {n} is here." for n in range(500)]
-    (folder / "a.md").write_text("\n\n".join(f"# Title {n}\n\n{text}" for n, text in enumerate(texts)))
-    library = made(folder)
-
-    def both(n: int) -> list[str]:
-        return [library.lookup(f"title {n}").text, library.search(f"sentence {n}").text]
-
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(both, range(500))) == [[text, text] for text in texts]
-
-
-def test_a_library_that_is_replaced_while_it_is_open_goes_on(folder):
-    (folder / "a.md").write_text("# Old\n\nThe old one.\n")
-    library = made(folder)
-    (folder / "a.md").write_text("# New\n\nThe new one.\n")
-    assert made(folder).lookup("new") and library.lookup("old").text == "The old one." and library.lookup("new") is None

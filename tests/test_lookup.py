@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import make_sums
 
-from nanochat.corpus.passages import make_library
+from nanochat.corpus.make_library import make_library
 from nanochat.corpus.python_docs import documentation
 from nanochat.data.conversation import Conversation, render
 from nanochat.data.task import reference

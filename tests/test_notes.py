@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import make_sums
 
-from nanochat.corpus.passages import make_library
+from nanochat.corpus.make_library import make_library
 from nanochat.data.conversation import render
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.copying import Copying, Vocabulary

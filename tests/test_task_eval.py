@@ -124,19 +124,6 @@ def test_advantages_are_within_a_problem_and_only_sampled_tokens_count():
     assert [r.ids for r in again] == expected, "a problem's samples depend on seed and problem only"
 
 
-def test_a_prompt_longer_than_the_context_is_practised_as_it_was_read():
-    """Truncated, like in the engine: the tokens and their weights belong together, and fit a row."""
-    class Long(Writing):
-        def conversation(self, index: int) -> dict:
-            return single_turn("?" * 300, "ab")
-
-    for rollout in sample_rollouts(Long(), [0], random_model(), TOKENIZER, 3, SamplingParams(10, 1.0, seed=1),
-                                   batch_size=3):
-        assert len(rollout.ids) == len(rollout.sampled) <= 97 and 0 < sum(rollout.sampled) <= 10
-        assert rollout.ids[0] == TOKENIZER.get_bos_token_id()
-        assert rollout.sampled.index(True) == len(rollout.ids) - sum(rollout.sampled)
-
-
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples():
     right = [[True, False, False, True, False], [False] * 5, [True] * 5]
     for k in (1, 2, 5):

@@ -637,9 +637,9 @@ def test_a_file_that_is_not_utf8_is_read_with_the_encoding_that_is_named(tmp_pat
     path = tmp_path / "own.jsonl"
     rows = [single_turn("Wann?", f"Die Bäckerei öffnet um {i}; süße Brötchen kosten {i} Mäuse.") for i in range(40)]
     text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    for encoding, guess in (("latin-1", "cp1252"), ("utf-16", "utf_16")):
+    for encoding in ("latin-1", "utf-16"):
         path.write_bytes(text.encode(encoding))
-        with pytest.raises(UserError, match=rf"not utf-8: .*; perhaps json:{path}:encoding={guess}, "):
+        with pytest.raises(UserError, match=rf"not utf-8: .*json:{path}:encoding="):
             make_task(f"json:{path}", "train")
         for argument in (f"all:encoding={encoding}", f"encoding={encoding}:all"):
             assert list(make_task(f"json:{path}:{argument}", "train")) == rows

@@ -6,25 +6,16 @@ The oracle shares only the split pattern with what it tests, and runs it in anot
 import base64
 import json
 import random
-import runpy
-import sys
 import time
 
-import numpy as np
 import pytest
 import regex
 import tiktoken._educational
 
-import nanochat.data.shard_reader
-from nanochat.corpus import learn_tokenizer as learning
 from nanochat.corpus import tinyworld
-from nanochat.corpus.learn_tokenizer import TRAINING_PATTERN, learn_tokenizer, train_tokenizer
-from nanochat.corpus.python_docs import documentation
-from nanochat.data.conversation import plain_text
+from nanochat.corpus.learn_tokenizer import TRAINING_PATTERN, learn_tokenizer
 from nanochat.data.tokenizer import FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, get_tokenizer, tokenizer_dir
-from nanochat.hf.tokenizer_files import from_hf, to_hf
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import make_mixture
 
 NASTY = ["", " ", "\n", "\r\n\r\n", "a\r\nb\r\n", "\0", "a\0b", "\u0301", "e\u0301\u0327", "👩‍👩‍👧‍👦🏳️‍🌈", "你好，世界",
          "Ünïcödé", "ſ's K's I'LL don't 'tis", "  indented\n\t\ttabs  \n", "x" * 300, " " * 700 + "y", "\n" * 700,
@@ -81,16 +72,6 @@ def test_ids_equal_those_of_a_naive_encoder_and_every_text_comes_back(tokenizer)
         assert ids == naive_encode(text, tokenizer.merges), repr(text)
         assert tokenizer.decode(ids) == text and tokenizer.decode_bytes(ids) == text.encode()
         assert num_bytes[ids].sum() == len(text.encode()), repr(text)
-
-
-def test_token_bytes_are_raw_bytes_not_decoded_ones(tokenizer):
-    """A lone byte above 127 decodes to U+FFFD, three bytes long, and must still count as one."""
-    num_bytes = tokenizer.token_bytes()
-    assert num_bytes.dtype == np.int32 and num_bytes.shape == (tokenizer.get_vocab_size(),)
-    assert num_bytes[:256].tolist() == [1] * 256 and len(tokenizer.decode([200]).encode()) == 3
-    assert num_bytes[-9:].tolist() == [0] * 9
-    broken = [i for i, token in enumerate(tokenizer.merges) if "\ufffd" in token.decode(errors="replace")]
-    assert broken, "the corpus should teach a merge inside a character"
 
 
 def test_special_tokens_follow_the_ordinary_ids_in_order_and_never_come_from_a_text(tokenizer):
@@ -150,7 +131,7 @@ def test_the_vocabulary_is_as_large_as_asked_or_as_the_text_allows(tokenizer):
 
 
 def test_words_of_scripts_that_write_vowels_as_marks_are_whole():
-    """In the encoder, in its training and in the exported file; English and emoji are cut as before."""
+    """In the encoder and in its training; English and emoji are cut as before."""
     words = ("हिन्दी विकिपीडिया தமிழ் விக்கிப்பீடியா မြန်မာဘာသာ अनुच्छेद مَرْحَبًا בְּרֵאשִׁית ภาษาไทยที่ "
              "Tie\u0302\u0301ng e\u0301te\u0301").split()
     expected = [words[0], *(f" {word}" for word in words[1:])]
@@ -159,82 +140,25 @@ def test_words_of_scripts_that_write_vowels_as_marks_are_whole():
         assert regex.findall(pattern, text) == expected
     tokenizer = learn_tokenizer([text] * 3, 2000)
     assert [tokenizer.decode([token]) for token in tokenizer.encode(text)] == expected
-    assert to_hf(tokenizer).encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
-    assert len(regex.findall(WITHOUT_MARKS, words[0])) == 4
-    english = "".join(tinyworld.generate(42, i).text for i in range(200)) + "".join(documentation().values())
-    english += " I ❤️ it, ❤️love 1️⃣ 🏳️‍🌈"
+    english = "".join(tinyworld.generate(42, i).text for i in range(200)) + " I ❤️ it, ❤️love 1️⃣ 🏳️‍🌈"
     assert regex.findall(SPLIT_PATTERN, english) == regex.findall(WITHOUT_MARKS, english)
     assert max(map(len, regex.findall(TRAINING_PATTERN, "ẹ\u0301" * 999 + "=" * 999))) <= 66
 
 
-def test_a_tokenizer_keeps_the_pattern_of_its_own_file(tmp_path):
-    Tokenizer([b"ab"], WITHOUT_MARKS).save(tmp_path)
-    loaded = Tokenizer.load(tmp_path)
-    assert loaded.pattern == WITHOUT_MARKS and loaded.fingerprint != Tokenizer([b"ab"]).fingerprint
-    to_hf(loaded).save(str(tmp_path / "tokenizer.json"))
-    assert from_hf(tmp_path / "tokenizer.json").pattern == WITHOUT_MARKS
-
-
 # ---- Kept as a file
 
-def test_a_missing_tokenizer_is_one_line_that_says_what_to_run(tmp_path, base_folder):
-    with pytest.raises(UserError) as error:
-        get_tokenizer("somewhere")
-    assert str(error.value) == (f"no tokenizer for data 'somewhere' in {base_folder}/tokenizer/somewhere; "
-                                "make one: python -m scripts.tok_train --data=somewhere")
-    with pytest.raises(UserError, match="is missing or damaged"):
-        Tokenizer.load(tmp_path)
-
-
-def test_saved_and_loaded_it_is_the_same_and_a_damaged_file_is_never_used(tokenizer):
-    tokenizer.save(tokenizer_dir("x"))
+@pytest.mark.parametrize("pattern", [SPLIT_PATTERN, WITHOUT_MARKS])
+def test_saved_and_loaded_it_is_the_same_and_a_damaged_file_is_never_used(tokenizer, pattern):
+    with pytest.raises(UserError, match="--data=x"):
+        get_tokenizer("x")
+    saved = Tokenizer(tokenizer.merges, pattern)
+    saved.save(tokenizer_dir("x"))
     loaded = get_tokenizer("x")
-    assert loaded.fingerprint == tokenizer.fingerprint and loaded.encode(NASTY) == tokenizer.encode(NASTY)
-    (path,) = tokenizer_dir("x").iterdir()
-    assert path.name == FILE_NAME
+    assert loaded.fingerprint == saved.fingerprint and loaded.encode(NASTY) == saved.encode(NASTY)
+    path = tokenizer_dir("x") / FILE_NAME
     whole = path.read_text()
-    document = json.loads(whole)
     changed = base64.b64encode(b"zz").decode()
-    for damage in (whole[:-5], "[]", whole.replace(document["merges"][7], changed)):
+    for damage in (whole[:-5], "[]", whole.replace(json.loads(whole)["merges"][7], changed)):
         path.write_text(damage)
-        with pytest.raises(UserError, match="is missing or damaged.*tok_train --data="):
+        with pytest.raises(UserError, match="is missing or damaged"):
             get_tokenizer("x")
-
-
-# ---- From a data source
-
-@pytest.fixture
-def dataset(monkeypatch) -> None:
-    """A data source `small` in place of the real ones."""
-    def ensure_dataset(name: str) -> None:
-        if name != "small":
-            raise UserError(f"no data {name!r}")
-
-    def iter_texts(name: str, split: str):
-        yield from corpus() if split == "train" else corpus()[:7]
-
-    monkeypatch.setattr(learning, "ensure_dataset", ensure_dataset)
-    monkeypatch.setattr(learning, "iter_texts", iter_texts)
-    monkeypatch.setattr(nanochat.data.shard_reader, "iter_texts", iter_texts)  # for the scripts, which import it anew
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-
-
-def test_train_tokenizer_keeps_what_it_made_and_passes_errors_on(dataset, tokenizer):
-    made = train_tokenizer("small", 800)
-    assert made.fingerprint == tokenizer.fingerprint == get_tokenizer("small").fingerprint
-    with pytest.raises(UserError, match="no data 'other'"):
-        train_tokenizer("other", 800)
-
-
-def test_a_tokenizer_may_read_the_conversations_of_later_stages_too(dataset, monkeypatch, capsys):
-    """The words of a task that the data does not have become tokens, so a question about it has about half as many."""
-    lengths = {}
-    for tasks in ("", "arithmetic[:400], tinyworld:facts[:400]"):
-        monkeypatch.setattr(sys, "argv", ["tok_train", "--data=small", "--vocab_size=800", f"--tasks={tasks}"])
-        runpy.run_module("scripts.tok_train", run_name="__main__")
-        text = "Multiply the sum of 27 and 3. What is the capital of France?"
-        lengths[tasks] = len(get_tokenizer("small").encode(text))
-    alone, with_tasks = lengths.values()
-    assert with_tasks < 0.6 * alone, lengths
-    texts = [*corpus(), *map(plain_text, make_mixture(tasks, "train", seed=0))]
-    assert get_tokenizer("small").fingerprint == learn_tokenizer(texts, 800).fingerprint

@@ -9,7 +9,6 @@ import contextlib
 import json
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -19,24 +18,20 @@ from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.own_files import KIND, own_documents, own_path
 from nanochat.corpus.shards import build
-from nanochat.data.mixture import data_shares
-from nanochat.data.shard_reader import NAMED, OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
+from nanochat.data.shard_reader import NAMED, OFFLINE, REMOTE, data_shares, dataset_dir, load_manifest, shard_texts
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.runtime.progress import progress
-from nanochat.training.records import models_trained_with
 
 DOWNLOADS = 4   # files at a time
-# The manifest also counts these: documents that were dropped; characters that became U+FFFD.
-COUNTED = ("duplicates", "invalid")
 SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file of your own"
 
 
 def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, field: str = "text",
-         encoding: str = "utf-8", delimiter: str = "", shard_mb: float = 8.0) -> dict:
+         encoding: str = "utf-8", shard_mb: float = 8.0) -> dict:
     """
     Make or complete a data set and return its manifest. The settings are the command's, see scripts/dataset.py. An
-    existing data set is kept or replaced as a whole; if there are two processes, one works and the other waits.
+    existing data set is replaced as a whole; if there are two processes, one works and the other waits.
     """
     if source not in NAMED and not source.startswith("hf:"):
         source = str(own_path(source, f"{SOURCES}{did_you_mean(source, NAMED)}"))
@@ -47,93 +42,65 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     print(f"making data set {name!r} in {folder}", flush=True)
     with locked(folder.with_name(f".{name}.lock")):
         recover_folder(folder)
+        settings = {"source": source, "num_shards": num_shards}
         if source in REMOTE:
-            return make_from_hub(name, source, num_shards)
-        settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field,
-                    "encoding": encoding, "delimiter": delimiter, "shard_mb": shard_mb}
+            return make_from_hub(name, settings)
+        settings |= {"seed": seed, "field": field, "encoding": encoding, "shard_mb": shard_mb}
         return make_from_text(name, settings)
 
 
 def make_from_text(name: str, settings: dict) -> dict:
-    """
-    Build a data set from documents, aside, and put it in place whole. It is not rebuilt if it would be the same; a
-    user's own files may have changed, so their data set is always rebuilt.
-    """
+    """Build a data set from documents, aside, and put it in place whole."""
     source = settings["source"]
     seed = settings["seed"]
     shard_bytes = max(1, int(settings["shard_mb"] * 1e6))
     max_shards = settings["num_shards"] if settings["num_shards"] > 0 else sys.maxsize
     # Bytes of text to read: at most a tenth is held out for validation.
     enough = int(1.1 * max_shards * shard_bytes)
-    tally: Counter = Counter()
-    # Whether the same settings always give the same text.
-    fixed = source in OFFLINE
     documents: Iterable[tuple[str, str]]
     if source == "tinyworld":
-        documents = sources.tinyworld_documents(seed, enough)
+        # Kept in memory, because they are read again below.
+        documents = list(sources.tinyworld_documents(seed, enough))
     elif source == "python":
         documents = sources.python_documents()
         settings["python"] = sys.version
     elif source.startswith("hf:"):
         hub_name, _, config = source.removeprefix("hf:").partition(":")
         documents = sources.hf_documents(hub_name, config, settings["field"], seed, enough)
-        fixed = not Path(hub_name).exists()
     else:
-        documents = own_documents(Path(source), tally, settings["encoding"], settings["field"], settings["delimiter"])
-    shards_before = None
-    with contextlib.suppress(UserError):
-        # Suppressed: there is no data set yet, or it is damaged and made again.
-        before = load_manifest(name)
-        if fixed and settings == before["settings"]:
-            print("already there, made with the same settings")
-            return before
-        shards_before = before["shards"]
-    documents = progress(documents, "reading", "documents")
-    if source == "tinyworld":
-        # Kept in memory, because they are read again below.
-        documents = list(documents)
+        documents = own_documents(Path(source), settings["encoding"], settings["field"])
     with write_folder_aside(dataset_dir(name)) as aside:
-        shards = build(aside, documents, seed, shard_bytes, max_shards, tally, source)
-        # A checkpoint resumes only on the very same data.
-        if shards_before not in (None, shards) and (models := models_trained_with(fingerprint(name))):
-            raise UserError(f"data set {name!r} would change, and {models} could not be resumed without it; "
-                            f"choose another name with --name=…, or delete {dataset_dir(name)}")
-        # The validation documents can be generated again from their indices, to count their entropy.
+        read = progress(documents, "reading", "documents")
+        shards, duplicates = build(aside, read, seed, shard_bytes, max_shards)
         more = {}
         if source == "tinyworld":
+            # The validation documents can be generated again from their indices, to count their entropy.
             index_of = {text: index for index, (text, _) in enumerate(documents)}
             more["val_indices"] = [index_of[text] for text in shard_texts(aside / shards[-1]["file"])]
-        return write_manifest(aside, name, settings, shards, tally, **more)
+        return write_manifest(aside, name, settings, shards, duplicates, **more)
 
 
-def make_from_hub(name: str, source: str, num_shards: int) -> dict:
+def make_from_hub(name: str, settings: dict) -> dict:
     """Fetch finished shards into place one by one; the manifest follows when all of them are verified."""
-    repository, last = REMOTE[source]
-    number = last if num_shards < 0 else min(num_shards, last)
+    repository, last = REMOTE[settings["source"]]
+    number = last if settings["num_shards"] < 0 else min(settings["num_shards"], last)
     files = [f"shard_{index:05d}.parquet" for index in [*range(number), last]]
     folder = dataset_dir(name)
-    entries = {}
-    with contextlib.suppress(UserError):
-        # Suppressed: if anything is missing, every shard is compared with the hub again.
-        entries = {entry["file"]: entry for entry in load_manifest(name)["shards"]}
-    missing = [file for file in files if file not in entries]
     with ThreadPoolExecutor(DOWNLOADS) as pool:
         # After an error `map` starts no further file.
-        fetched = pool.map(fetch_shard, repeat(repository), missing, repeat(folder))
-        for entry in progress(fetched, "fetching", "shards", len(missing)):
-            entries[entry["file"]] = entry
+        fetched = pool.map(fetch_shard, repeat(repository), files, repeat(folder))
+        shards = list(progress(fetched, "fetching", "shards", len(files)))
     # The hub's library keeps notes in there.
     shutil.rmtree(folder / ".cache", ignore_errors=True)
-    settings = {"source": source, "num_shards": num_shards}
-    return write_manifest(folder, name, settings, [entries[file] for file in files], Counter())
+    return write_manifest(folder, name, settings, shards)
 
 
-def write_manifest(folder: Path, name: str, settings: dict, shards: list[dict], tally: Counter, **more) -> dict:
+def write_manifest(folder: Path, name: str, settings: dict, shards: list[dict], duplicates: int = 0, **more) -> dict:
     """Write and return the manifest."""
     manifest = {
         "format": 1, "name": name, "source": settings["source"], "seed": settings.get("seed"),
         "documents": sum(shard["rows"] for shard in shards), "text_bytes": sum(shard["text_bytes"] for shard in shards),
-        **{key: tally[key] for key in COUNTED}, "settings": settings, "shards": shards, **more,
+        "duplicates": duplicates, "settings": settings, "shards": shards, **more,
     }
     write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
     return manifest

@@ -14,8 +14,7 @@ Documents that belong together (the pieces of one file) share one `kin` string a
 """
 import contextlib
 import hashlib
-import struct
-from collections import Counter
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,37 +30,37 @@ BUCKETS = 64                 # a bucket must fit in memory: data may be about 64
 SLOTS = 1 << 16              # groups of kin; some groups are held out
 VAL_SHARE = 0.02             # of the text, but at least VAL_BYTES if that is less than a tenth of the text
 VAL_BYTES = 500_000
-HEADER = struct.Struct("<16sHI")
 
 
-def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_bytes: int, max_shards: int,
-          tally: Counter, what: str) -> list[dict]:
+def build(
+    folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_bytes: int, max_shards: int
+) -> tuple[list[dict], int]:
     """
     Write (text, kin) documents as `shard_00000.parquet`, … into an empty folder; the last shard is validation.
 
     shard_bytes: text per training shard, roughly; the shards are made equally large.
     max_shards: most training shards to write; the first N do not depend on how many follow.
-    tally: duplicates are counted here.
-    what: the source's name, for errors.
-    Returns the manifest's entry of each shard. Raises UserError if there is too little text for two shards.
+    Returns the manifest's entry of each shard, and how many duplicates were left out. Raises UserError if there is too
+    little text for two shards.
     """
     buckets = [folder / f"bucket_{i:02d}" for i in range(BUCKETS)]
-    sizes = spool(buckets, documents, seed, tally)
+    sizes, duplicates = spool(buckets, documents, seed)
     total = int(sizes.sum())
     if np.count_nonzero(sizes) < 2:
         raise UserError(
-            f"too little text in {what}: {total} bytes; there must be at least two different documents,"
-            " one to train on and one to validate on"
+            f"too little text: {total} bytes; there must be at least two different documents, one to train on and one "
+            "to validate on"
         )
     held_out = choose_held_out(sizes, min(total, max_shards * shard_bytes), shard_bytes)
     paths = write_shards(folder, buckets, held_out, int(sizes[~held_out].sum()), shard_bytes, max_shards)
     for bucket in buckets:
         bucket.unlink()
-    return [describe(path, sha256(path)) for path in paths]
+    return [describe(path, sha256(path)) for path in paths], duplicates
 
 
-def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, tally: Counter) -> np.ndarray:
-    """First pass: write every new document into its key's bucket. Returns the bytes of text in each slot."""
+def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int) -> tuple[np.ndarray, int]:
+    """First pass: write every new document into its key's bucket. Returns each slot's bytes of text, and duplicates."""
+    duplicates = 0
     sizes = np.zeros(SLOTS, dtype=np.int64)
     # About 100 bytes per document: 10 million documents take a gigabyte.
     seen: set[bytes] = set()
@@ -74,15 +73,15 @@ def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, 
             data = text.encode(errors="replace")
             key = content_key(seed, data)
             if key in seen:
-                tally["duplicates"] += 1
+                duplicates += 1
                 continue
             seen.add(key)
             # The slot and the order of the documents come from different bits.
             kin_key = key if kin is text else content_key(seed, kin.encode(errors="replace"))
             slot = int.from_bytes(kin_key[-2:], "little")
             sizes[slot] += len(data)
-            files[key[0] * BUCKETS // 256].write(HEADER.pack(key, slot, len(data)) + data)
-    return sizes
+            files[key[0] * BUCKETS // 256].write(pickle.dumps((key, slot, data)))
+    return sizes, duplicates
 
 
 def content_key(seed: int, data: bytes) -> bytes:
@@ -111,7 +110,6 @@ def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_
                  max_shards: int) -> list[Path]:
     """Second pass: write the records, in key order, into equally large training shards and one validation shard."""
     number = max(1, round(train_bytes / shard_bytes))
-    number_to_write = min(number, max_shards)
     paths: list[Path] = []
     val: list[bytes] = []
     train: list[bytes] = []
@@ -119,7 +117,7 @@ def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_
     for slot, text in (record for bucket in buckets for record in read_bucket(bucket)):
         if held_out[slot]:
             val.append(text)
-        elif len(paths) < number_to_write:
+        elif len(paths) < min(number, max_shards):
             train.append(text)
             size += len(text)
             # The very last shard takes what rounding leaves; under a limit, the last one ends like the others.
@@ -134,10 +132,9 @@ def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_
 def read_bucket(path: Path) -> list[tuple[int, bytes]]:
     """The (slot, text) of a bucket's documents, in the order of their keys."""
     records = []
-    with open(path, "rb") as file:
-        while header := file.read(HEADER.size):
-            key, slot, size = HEADER.unpack(header)
-            records.append((key, slot, file.read(size)))
+    with open(path, "rb") as file, contextlib.suppress(EOFError):
+        while True:
+            records.append(pickle.load(file))
     return [(slot, text) for _, slot, text in sorted(records)]
 
 
@@ -158,14 +155,10 @@ def describe(path: Path, checksum: str) -> dict:
     rows = text_bytes = 0
     try:
         with pq.ParquetFile(path) as parquet:
-            if "text" not in parquet.schema_arrow.names:
-                raise ValueError("it has no column 'text'")
             for batch in parquet.iter_batches(batch_size=1024, columns=["text"]):
                 rows += batch.num_rows
-                text_bytes += pc.sum(pc.binary_length(batch.column(0))).as_py() or 0
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"not a whole parquet file: {first_line(error)}") from None
-    if not text_bytes:
-        raise ValueError("it holds no text")
+                text_bytes += pc.sum(pc.binary_length(batch["text"])).as_py() or 0
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ValueError(f"not a whole parquet file with a column 'text': {first_line(error)}") from None
     size = path.stat().st_size
     return {"file": path.name, "rows": rows, "bytes": size, "text_bytes": text_bytes, "sha256": checksum}

@@ -15,7 +15,6 @@ import re
 import sys
 import sysconfig
 import tokenize
-from collections import Counter
 from pathlib import Path
 
 from nanochat.corpus import tinyworld
@@ -50,7 +49,7 @@ def python_documents() -> Documents:
             # Tests of the interpreter declare encodings that do not exist.
             except (SyntaxError, UnicodeDecodeError):
                 continue
-            for piece in cut_text(io.StringIO(source), MAX_CHARS, Counter()):
+            for piece in cut_text(io.StringIO(source), MAX_CHARS):
                 yield piece, source
     for page in topics.values():
         yield page, page

@@ -10,7 +10,6 @@ User and assistant take turns, the user first; a system message may come before 
 An assistant part with "weight": 0 is read, not learned; if it is a turn's last part, so is the turn's end token.
 A server's clients may send messages in any order: see `turns_of`.
 """
-import bisect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,33 +34,26 @@ class Rendered(NamedTuple):
 
 def check_conversation(conversation: Conversation, where: str = "conversation") -> None:
     """UserError, beginning with `where`, unless its messages (each has role and content) are turns as above."""
-    if problem := problem_with(conversation["messages"]):
-        raise UserError(f"{where}: {problem}")
-
-
-def problem_with(messages: list[dict]) -> str | None:
+    messages = conversation["messages"]
     for number, message in enumerate(messages, 1):
         role = message["role"]
         content = message["content"]
         if role not in ROLES:
-            return f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}"
-        if isinstance(content, list):
-            if role != "assistant":
-                return f"message {number}: only the assistant's content may have other parts than texts"
-            for part in content:
-                if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
-                    return (f"message {number} has the part {part!r:.80}; "
-                            f"expected a type ({', '.join(PARTS)}) and a text")
-                if part.get("weight", 1) not in (0, 1):
-                    return f"message {number} has weight {part['weight']!r}; expected 0 (read, not learned) or 1"
-        elif not isinstance(content, str):
-            return f"message {number}: its content is neither text nor a list of parts"
+            raise UserError(f"{where}: message {number} has role {role!r}; expected one of {', '.join(ROLES)}")
+        if not isinstance(content, str) and (role != "assistant" or not isinstance(content, list)):
+            raise UserError(f"{where}: message {number}: its content is no text; only the assistant's may have parts")
+        for part in parts(content):
+            if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
+                raise UserError(f"{where}: message {number} has the part {part!r:.80}; "
+                                f"expected a type ({', '.join(PARTS)}) and a text")
+            if part.get("weight", 1) not in (0, 1):
+                raise UserError(f"{where}: message {number} has weight {part['weight']!r}; "
+                                "expected 0 (read, not learned) or 1")
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     if not turns or turns != (["user", "assistant"] * len(turns))[: len(turns)]:
-        return ("user and assistant must take turns, the user first; a system message can only come before them: "
-                + " ".join(roles))
-    return None
+        raise UserError(f"{where}: user and assistant must take turns, the user first; a system message can only come "
+                        f"before them: {' '.join(roles)}")
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
@@ -166,7 +158,7 @@ def turns_of(messages: list[dict]) -> list[dict]:
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] = joined(turns[-1]["content"], content)
         else:
-            turns.append({"role": role, "content": content if isinstance(content, str) else [*content]})
+            turns.append({"role": role, "content": content})
     return turns
 
 
@@ -175,31 +167,29 @@ def recent(messages: list[dict], size: Callable[[list[dict]], int], limit: int) 
     Messages without the oldest turns: as few are left out as a size of at most `limit` requires. System messages at the
     beginning stay, and so do the last question and everything after it, however long they are.
     """
+    if size(messages) <= limit:
+        return messages
     first = next((i for i, message in enumerate(messages) if message["role"] in ("user", "assistant")), 0)
     starts = [first] + [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "user"]
-
-    def rest(turn: int) -> list[dict]:
-        return messages[:first] + messages[starts[turn] :]
-
-    last = len(starts) - 1
-    # The search below measures these messages in every step, so they must not be long.
-    if size(rest(last)) > limit:
-        return rest(last)
-    return rest(bisect.bisect_left(range(last), -limit, key=lambda turn: -size(rest(turn))))
+    kept = messages[:first] + messages[starts.pop() :]
+    # From the end: a long conversation is never measured as a whole again.
+    for start in reversed(starts):
+        more = messages[:first] + messages[start:]
+        if size(more) > limit:
+            break
+        kept = more
+    return kept
 
 
 def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict]:
-    """
-    Two contents as one. Two texts become one text, which is tokenized as a whole. A list grows in place, since a
-    request may have 30,000 messages.
-    """
+    """Two contents as one. Two texts become one text, which is tokenized as a whole."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    together, after = parts(first), parts(second)
+    together = [*parts(first)]
+    after = parts(second)
     if together and after and together[-1]["type"] == after[0]["type"] == "text":
         together.append(after[0] | {"text": "\n\n"})
-    together += after
-    return together
+    return together + after
 
 
 def text_of(content: str | list[dict]) -> str:

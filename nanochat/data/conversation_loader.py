@@ -35,24 +35,21 @@ def render_share(
     conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int, share: range
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """
-    (ids, masks, lengths, counts) of the conversations with these numbers; counts: how many are split, and how many
-    answers are too long.
+    (ids, masks, lengths, too_long) of the conversations with these numbers; too_long: how many answers are left out.
     """
     # With the masks 5 bytes per token; lists of integers would take several times as much.
     ids = array("i")
     masks = bytearray()
     lengths = []
-    split = too_long = 0
+    too_long = 0
     for index in progress(share, "rendering", "conversations"):
         parts, left_out = render_parts(tokenizer, conversations[index], max_tokens)
-        split += len(parts) > 1
         too_long += left_out
         for rendered in parts:
             ids.extend(rendered.ids)
             masks += bytes(rendered.mask)
             lengths.append(len(rendered.ids))
-    return (np.frombuffer(ids, np.int32), np.frombuffer(masks, bool), np.array(lengths, np.int64),
-            np.array([split, too_long]))
+    return np.frombuffer(ids, np.int32), np.frombuffer(masks, bool), np.array(lengths, np.int64), np.array([too_long])
 
 
 class RenderedConversations:
@@ -71,10 +68,8 @@ class RenderedConversations:
         bounds = [count * part // (ranks * workers) for part in range(rank * workers, (rank + 1) * workers + 1)]
         shares = [range(start, stop) for start, stop in itertools.pairwise(bounds)]
         rendered = in_processes(partial(render_share, conversations, tokenizer, max_tokens), shares)
-        # ids, masks, lengths; how many conversations are split, and how many answers are too long
         of_rank = [np.concatenate(arrays) for arrays in zip(*rendered)]
-        self.ids, self.masks, self.lengths, counts = map(concatenate_parts, of_rank)
-        split, too_long = counts.reshape(-1, 2).sum(0)
+        self.ids, self.masks, self.lengths, too_long = map(concatenate_parts, of_rank)
         if not len(self):
             raise UserError(f"none of the {count} conversations can be trained on: "
                             f"an answer must fit into max_seq_len={max_tokens - 1}")
@@ -82,10 +77,8 @@ class RenderedConversations:
         content = self.ids.tobytes() + self.masks.tobytes() + self.lengths.tobytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()
         answers = self.masks[self.ids == tokenizer.encode_special("<|assistant_end|>")].sum()
-        long = f"; {split:,} are longer than {max_tokens - 1} tokens: {len(self):,} parts in all" if split else ""
-        lost = f"; {too_long:,} are too long even alone and left out" if too_long else ""
-        print0(f"{name}: {count:,} conversations, {len(self.ids):,} tokens{long}; "
-               f"{answers:,} of {answers + too_long:,} answers are learned, {self.masks.sum():,} tokens{lost}")
+        print0(f"{name}: {count:,} conversations in {len(self):,} parts, {len(self.ids):,} tokens; "
+               f"{answers:,} of {answers + too_long.sum():,} answers are learned, {self.masks.sum():,} tokens")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -96,13 +89,8 @@ class RenderedConversations:
 
     def read(self, indices: list[int]) -> Row:
         """These conversations end to end; each token of an answer weighs 1."""
-        ids: list[int] = []
-        weights: list[float] = []
-        for i in indices:
-            where = slice(self.starts[i], self.starts[i] + self.lengths[i])
-            ids += self.ids[where].tolist()
-            weights += self.masks[where].astype(float).tolist()
-        return ids, weights
+        where = np.concatenate([np.arange(self.starts[i], self.starts[i] + self.lengths[i]) for i in indices])
+        return self.ids[where], self.masks[where]
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:

@@ -8,13 +8,10 @@ Text → rows of tokens, the same rows on any number of ranks.
 3. Each rank copies out its own rows of every micro-step, in a thread, some micro-steps early.
 """
 import functools
-import re
 import sys
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.data.batch_shape import BatchShape, document_offsets
+from nanochat.data.batch_shape import BatchShape, chunks, document_offsets
 from nanochat.data.best_fit import WaitingItems
-from nanochat.data.mixture import data_shares
-from nanochat.data.shard_reader import dataset_dir, fingerprint, shard_texts, split_shards
+from nanochat.data.shard_reader import data_shares, dataset_dir, fingerprint, shard_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
@@ -36,10 +32,13 @@ BUFFER_DOCUMENTS = 512
 ENCODE_BATCH = 1024  # documents that the tokenizer's threads get at a time
 # Token files open at a time. Each needs a file descriptor, and macOS gives a process 256.
 OPEN_SHARDS = 64
+NPY_HEADER = 128  # bytes that np.save writes before a one-dimensional array
 
-# (shard, start, end): a document or a part of one, the tokens [start, end) of a shard. In a row <|bos|> precedes it.
-# A plain tuple: a NamedTuple made the loader a quarter slower (CPU time of 32 rows of 2,048 tokens).
-Span = tuple[int, int, int]
+# A document or a part of one, [start, end) of a shard's tokens: (number of the shard, start, end), or in a row
+# (tokens of the shard, start, end), where <|bos|> precedes it. Plain tuples: a NamedTuple made the loader a quarter
+# slower (CPU time of 32 rows of 2,048 tokens).
+Waiting = tuple[int, int, int]
+Span = tuple[np.ndarray, int, int]
 
 
 class Batch(NamedTuple):
@@ -65,15 +64,12 @@ class TokenizedShards:
         """
         (tokens,) uint16 or uint32, and (documents + 1,) offsets into them: document i is [offsets[i], offsets[i + 1]).
         """
-        path = self.token_file(shard)
         # np.load would parse the file's header with `ast`, which Python 3.11 cannot do in two threads at once: "AST
         # constructor recursion depth mismatch". The compiler may be parsing code in the main thread.
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(10)[8:], "little")  # format 1.0: bytes 8 and 9 have the header's length
-            count = int(re.search(rb"'shape': \((\d+),\)", file.read(size))[1])
-        tokens = np.memmap(path, self.dtype, "r", 10 + size, (count,))
+        # A plain array, because slices of a memmap are slow.
+        tokens = np.asarray(np.memmap(self.token_file(shard), self.dtype, "r", NPY_HEADER))
         # No text can contain <|bos|>, so it marks where documents begin.
-        return tokens, np.append(np.flatnonzero(np.asarray(tokens) == self.tokenizer.get_bos_token_id()), len(tokens))
+        return tokens, np.append(np.flatnonzero(tokens == self.tokenizer.get_bos_token_id()), len(tokens))
 
     def token_file(self, shard: int) -> Path:
         """The path of the shard's token file, which is made if it is missing."""
@@ -83,18 +79,13 @@ class TokenizedShards:
         # The ranks of a machine share the file: one rank makes it, the others wait and then read it.
         with locked(path.with_suffix(".lock")):
             if not path.exists():
-                tokens = self.encode_shard(folder / entry["file"])
+                documents = []
+                for texts in chunks(list(shard_texts(folder / entry["file"])), ENCODE_BATCH):
+                    for ids in self.tokenizer.encode(texts, prepend="<|bos|>"):
+                        documents.append(np.array(ids, dtype=self.dtype))
                 with write_aside(path) as aside, open(aside, "wb") as file:
-                    np.save(file, tokens)
+                    np.save(file, np.concatenate(documents))
         return path
-
-    def encode_shard(self, path: Path) -> np.ndarray:
-        texts = list(shard_texts(path))
-        documents = []
-        for start in range(0, len(texts), ENCODE_BATCH):
-            for ids in self.tokenizer.encode(texts[start : start + ENCODE_BATCH], prepend="<|bos|>"):
-                documents.append(np.array(ids, dtype=self.dtype))
-        return np.concatenate(documents)
 
 
 class RowPlanner:
@@ -128,7 +119,7 @@ class RowPlanner:
         buffer = [(ordinal, *span) for ordinal, (_, *span) in self.waiting.items.items()]
         return dict(zip(self.POSITION, self.position)) | {"ordinal": self.ordinal, "buffer": buffer}
 
-    def documents(self, epoch: int, first_shard: int, first_document: int, epoch_tokens: int) -> Iterator[Span]:
+    def documents(self, epoch: int, first_shard: int, first_document: int, epoch_tokens: int) -> Iterator[Waiting]:
         """The documents from a position on, epoch after epoch without end. Empty documents are skipped."""
         while True:
             order = self.permutation(len(self.shards.entries), epoch).tolist()
@@ -178,39 +169,22 @@ class RowPlanner:
                 cut = start + space - 1
                 self.enqueue(shard, cut, end)
                 end = cut
-            row.append((shard, start, end))
+            tokens, _ = self.shards.load(shard)
+            row.append((tokens, start, end))
             space -= end - start + 1
         return row
 
-    def tokens_of(self, shard: int) -> np.ndarray:
-        return self.shards.load(shard)[0]
 
-    def read(self, rows: list[list[Span]], places: int) -> np.ndarray:
-        """The tokens of planned rows, (places, row_len) int64. Places without a row are zeros."""
-        bos = np.array([self.shards.tokenizer.get_bos_token_id()])
-        out = np.empty((places, self.row_len), dtype=np.int64)
-        out[len(rows) :] = 0
-        for line, row in zip(out, rows):
-            parts = []
-            for shard, start, end in row:
-                tokens = self.tokens_of(shard)
-                parts += [bos, tokens[start:end]]
-            np.concatenate(parts, out=line, casting="unsafe")
-        return out
-
-
-class MixturePlanner(RowPlanner):
+class MixturePlanner:
     """
-    Rows of several data sets, each with its own planner; shards are numbered across all of them. The next row comes
-    from the data set that would be furthest behind its share of all rows; nothing is random. All rows are equally long,
-    so with two data sets each is always within one row of its share of the tokens.
+    Rows of several data sets, each with its own planner. The next row comes from the data set that would be furthest
+    behind its share of all rows; nothing is random. All rows are equally long, so with two data sets each is always
+    within one row of its share of the tokens.
     """
 
     def __init__(self, planners: list[RowPlanner], shares: list[float], rows: list[int]):
         """rows: how many each planner has already given."""
         self.planners, self.shares, self.rows = planners, shares, list(rows)
-        self.shards, self.row_len = planners[0].shards, planners[0].row_len
-        self.first_shards = list(accumulate((len(planner.shards.entries) for planner in planners), initial=0))
 
     def state(self) -> dict:
         return {"rows": list(self.rows), "planners": [planner.state() for planner in self.planners]}
@@ -220,19 +194,18 @@ class MixturePlanner(RowPlanner):
         behind = [share * number - rows for share, rows in zip(self.shares, self.rows)]
         chosen = behind.index(max(behind))
         self.rows[chosen] += 1
-        planner, first = self.planners[chosen], self.first_shards[chosen]
+        planner = self.planners[chosen]
         epoch = planner.position[0]
         row = planner.next_row()
         if planner.position[0] > epoch:
             print0(f"data {planner.shards.data!r} begins again: all of it was read {epoch + 1} time(s)")
-        return [(first + shard, start, end) for shard, start, end in row]
-
-    def tokens_of(self, shard: int) -> np.ndarray:
-        number = bisect_right(self.first_shards, shard) - 1
-        return self.planners[number].tokens_of(shard - self.first_shards[number])
+        return row
 
 
-def plan_rows(data: str, split: str, tokenizer: Tokenizer, row_len: int, seed: int, state: dict | None) -> RowPlanner:
+Planner = RowPlanner | MixturePlanner
+
+
+def plan_rows(data: str, split: str, tokenizer: Tokenizer, row_len: int, seed: int, state: dict | None) -> Planner:
     """The planner of one or several data sets; state: where an earlier planner was."""
     shares = data_shares(data)
     states = state["planners"] if state and len(shares) > 1 else [state] * len(shares)
@@ -285,7 +258,7 @@ def document_loader(
         yield Batch(inputs, targets, cu_seqlens, identity | step_state)
 
 
-def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, num_rows: int) -> Iterator[Batch]:
+def batches_on_host(planner: Planner, shape: BatchShape, rows_per_step: int, num_rows: int) -> Iterator[Batch]:
     """This rank's batches, without end, in host memory: pinned if a GPU will copy them."""
     while True:
         step_state = planner.state()
@@ -293,7 +266,13 @@ def batches_on_host(planner: RowPlanner, shape: BatchShape, rows_per_step: int, 
         num_rows -= len(step_rows)
         for rows in shape.micro_steps(step_rows):
             own = shape.of_this_rank(rows)
-            tokens = torch.from_numpy(planner.read(own, shape.device_batch_size))
+            tokens = torch.zeros(shape.device_batch_size, shape.max_seq_len + 1, dtype=torch.int64)
+            for line, row in zip(tokens.numpy(), own):
+                parts = []
+                for shard, start, end in row:
+                    # A shard's first token is <|bos|>.
+                    parts += [shard[:1], shard[start:end]]
+                np.concatenate(parts, out=line, casting="unsafe")
             inputs = tokens[:, :-1].contiguous()
             # A clone, because with a single row a view would share memory with the inputs.
             targets = tokens[:, 1:].clone()

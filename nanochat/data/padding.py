@@ -2,6 +2,7 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +11,7 @@ GPU_LENGTHS = (256, 1024)
 # On a CPU one compilation serves all lengths. A multiple of this keeps vector instructions full.
 CPU_MULTIPLE = 8
 
-Row = tuple[list[int], list[float]]  # tokens, and the weight of each token as a target
+Row = tuple[list[int] | np.ndarray, list[float] | np.ndarray]  # tokens, and the weight of each token as a target
 
 
 def padded_batch(
@@ -24,11 +25,11 @@ def padded_batch(
     tokens = torch.zeros(batch_size, length + 1, dtype=torch.int64)
     weights = torch.zeros(batch_size, length + 1)
     for i, (ids, row_weights) in enumerate(rows):
-        tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        weights[i, : len(ids)] = torch.tensor(row_weights)
+        tokens[i, : len(ids)] = torch.as_tensor(ids)
+        weights[i, : len(ids)] = torch.as_tensor(row_weights)
     targets = tokens[:, 1:].masked_fill(weights[:, 1:] == 0, -1)
-    inputs, targets, weights = (part.contiguous() for part in (tokens[:, :-1], targets, weights[:, 1:]))
-    inputs, targets, weights = (on_device(part, device) for part in (inputs, targets, weights))
+    inputs, targets, weights = (
+        on_device(part.contiguous(), device) for part in (tokens[:, :-1], targets, weights[:, 1:]))
     return inputs, targets, weights
 
 

@@ -6,6 +6,7 @@ A data set lies in <base folder>/data/NAME. It exists exactly if its manifest ex
 """
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,30 +40,20 @@ def load_manifest(name: str) -> dict:
     folder = dataset_dir(name)
     path = folder / "manifest.json"
     if not path.exists():
-        names = [*NAMED, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
-        advice = f"make it: {how_to_make(name)}{did_you_mean(name, names)}"
-        raise UserError(f"no data set {name!r} in {folder.parent}; {advice}")
-    try:
-        manifest = json.loads(path.read_bytes())
-        sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name)}") from error
-    for file, size in sizes.items():
+        there = [path.parent.name for path in folder.parent.glob("[!.]*/manifest.json")]
+        # All shards of a data set of the hub are hundreds of GB.
+        more = " --num_shards=8" if name in REMOTE else ""
+        hint = more + did_you_mean(name, [*NAMED, *there])
+        raise UserError(f"no data set {name!r} in {folder.parent}; make it: python -m scripts.dataset "
+                        f"--source={name if name in NAMED else '…'} --name={name}{hint}")
+    manifest = json.loads(path.read_bytes())
+    for shard in manifest["shards"]:
+        file = folder / shard["file"]
         # Sizes only: hashing gigabytes at every start would take minutes. Reading a damaged page raises an error.
-        if not file.exists() or file.stat().st_size != size:
-            raise UserError(f"{file} is missing or does not have the {size} bytes that the manifest says; delete it "
-                            f"and make the data set again, with these settings: {manifest['settings']}")
+        if not file.exists() or file.stat().st_size != shard["bytes"]:
+            raise UserError(f"{file} is missing or does not have the {shard['bytes']} bytes that the manifest says; "
+                            f"delete it and make the data set again, with these settings: {manifest['settings']}")
     return manifest
-
-
-def how_to_make(name: str) -> str:
-    """The command that makes a data set."""
-    source = name if name in NAMED else "…"
-    command = f"python -m scripts.dataset --source={source} --name={name}"
-    if name in REMOTE:
-        # All shards together are hundreds of GB.
-        command += " --num_shards=8"
-    return command
 
 
 def split_shards(name: str, split: str) -> list[dict]:
@@ -94,3 +85,29 @@ def fingerprint(name: str) -> str:
     """SHA-256 over the shards' SHA-256: equal exactly if the data is equal. Resumed runs compare it."""
     sums = [shard["sha256"] for shard in load_manifest(name)["shards"]]
     return hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+# ---- A run's data sets, from --data: "notes", or "climbmix*0.9, notes*0.1"
+
+def data_shares(data: str) -> dict[str, float]:
+    """
+    {data set: its share of the tokens} in the order of the setting; the shares add up to 1. Weights are relative; a
+    missing weight is 1. UserError for an invalid setting.
+    """
+    weights: dict[str, float] = {}
+    for part in data.split(","):
+        name, star, weight = (piece.strip() for piece in part.partition("*"))
+        try:
+            number = float(weight) if star else 1.0
+        except ValueError:
+            number = math.nan
+        if not name or name in weights or not 0 < number < math.inf:
+            raise UserError(f"data={data!r}: {part.strip()!r} is not expected there; expected data sets, each once, "
+                            'with positive weights: "climbmix*0.9, notes*0.1"')
+        weights[name] = number
+    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+
+def main_data(data: str) -> str:
+    """The first data set: the run uses its tokenizer and its validation split."""
+    return next(iter(data_shares(data)))

@@ -13,7 +13,7 @@ import csv
 import json
 import os
 import random
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -74,11 +74,9 @@ def bundle_dir() -> Path:
 
 
 def load_tasks(bundle: Path) -> list[CoreTask]:
-    """The tasks of a bundle. UserError if the folder is not one."""
+    """The tasks of a bundle."""
     import yaml  # training without CORE works without this package
 
-    if not (bundle / "core.yaml").exists():
-        raise UserError(f"{bundle} is not a CORE bundle: it has no core.yaml; remove it to download it again")
     entries = yaml.safe_load((bundle / "core.yaml").read_bytes())["icl_tasks"]
     with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
         percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
@@ -93,11 +91,11 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
 
 
 def load_items(task: CoreTask) -> list[Item]:
-    """A task's items, shuffled as every evaluator does, so the first few are a sample."""
+    """A task's items, shuffled as every evaluator does, so the first few are a sample. UserError if one is damaged."""
     lines = task.path.read_bytes().splitlines()  # a str would also split at U+2028
     try:
         items = [item_of(task, json.loads(line)) for line in lines]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError) as error:
         raise UserError(f"{task.path}: a line is not a {task.kind} item ({type(error).__name__}: {error})") from error
     random.Random(1337).shuffle(items)
     return items
@@ -183,7 +181,7 @@ def evaluate_core(
             with eagerly():
                 scores = iter(score_rows(model, list(chain.from_iterable(variants)), tokens_per_forward, greedily))
             for index, rows in zip(block, variants):
-                item_scores = list(islice(scores, len(rows)))
+                item_scores = [next(scores) for _ in rows]
                 if greedily:
                     correct[number] += item_scores[0] == 0
                 else:

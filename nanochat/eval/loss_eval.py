@@ -1,4 +1,5 @@
 """How well a model predicts text: bits per byte, a loss that does not depend on the tokenizer, and exact answers."""
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -161,22 +162,16 @@ def collate(rows: list[Row], indices: list[int], device: torch.device) -> tuple[
     return inputs, targets
 
 
-def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
+def print_samples(model, tokenizer: Tokenizer, prompts: Iterable[str], max_tokens: int) -> list[tuple[str, str]]:
     """
-    The prompt's greedy continuation, up to max_tokens tokens or the end of the document. It always takes max_tokens
-    forward passes: ranks that gather units together must make equally many, even if rounding differs.
+    [(prompt, its greedy continuation)], printed by rank 0: up to max_tokens tokens or the end of the document. Each
+    takes max_tokens forward passes: ranks that gather units together must make equally many, even if rounding differs.
     """
     bos = tokenizer.get_bos_token_id()
-    out = list(model.generate(tokenizer.encode(prompt, prepend="<|bos|>"), max_tokens))
-    if bos in out:
-        out = out[: out.index(bos)]
-    return tokenizer.decode(out)
-
-
-def print_samples(model, tokenizer: Tokenizer, prompts: Iterable[str], max_tokens: int) -> list[tuple[str, str]]:
-    """[(prompt, its `sample`)], printed by rank 0. COLLECTIVE if ranks gather units."""
     samples = []
     for prompt in until_stopped(prompts):
-        samples.append((prompt, sample(model, tokenizer, prompt, max_tokens)))
-        print0("  " + "".join(samples[-1]))
+        out = list(model.generate(tokenizer.encode(prompt, prepend="<|bos|>"), max_tokens))
+        text = tokenizer.decode(itertools.takewhile(lambda token: token != bos, out))
+        samples.append((prompt, text))
+        print0(f"  {prompt}{text}")
     return samples

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanochat.data.batch_shape import chunks
 from nanochat.data.conversation import render_prompt, text_of
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
@@ -103,7 +104,7 @@ def generate_answers(
     longest = max(map(len, prompts), default=0) + sampling.max_tokens
     engine = Engine(model, tokenizer, batch_size, longest, tools)
     answers = engine.generate(prompts, seeded, num_samples, truncate=True)
-    return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
+    return chunks(answers, num_samples)
 
 
 def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer, count: int = 8) -> list[tuple[str, str]]:
@@ -112,13 +113,14 @@ def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer, count: int = 8
     brackets. model: whole on this rank. COLLECTIVE, because all ranks can be told to stop.
     """
     sampling = replace(GREEDY, max_tokens=48)
-    indices = range(min(count, len(tasks)))
+    first = tasks[:count]
+    answers = generate_answers(first, range(len(first)), model, tokenizer, sampling, 1, count, True)
+    forms = {"text": "{}", "python": "[{}", "python_output": " = {}] "}
     samples = []
-    for index, (answer,) in zip(indices, generate_answers(tasks, indices, model, tokenizer, sampling, 1, count, True)):
-        questions = [message["content"] for message in tasks[index]["messages"] if message["role"] == "user"]
-        forms = {"text": "{}", "python": "[{}", "python_output": " = {}] "}
-        written = "".join(forms[part["type"]].format(part["text"]) for part in to_parts(tokenizer, answer.tokens))
-        samples.append((questions[-1], written))
+    for conversation, (answer,) in zip(first, answers):
+        questions = [message["content"] for message in conversation["messages"] if message["role"] == "user"]
+        written = [forms[part["type"]].format(part["text"]) for part in to_parts(tokenizer, answer.tokens)]
+        samples.append((questions[-1], "".join(written)))
     return samples
 
 

@@ -1,5 +1,5 @@
 """
-Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/corpus/passages.py makes.
+Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/corpus/make_library.py makes.
 
     library = Library(path)
     library.lookup("str.partition")        the passage with that title, or the nearest

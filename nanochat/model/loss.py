@@ -51,7 +51,7 @@ def token_losses(
     """The loss of each target, (N,) float32, zero where the target is negative. No gradients."""
     real = real_columns(head, vocab_size)
     losses = []
-    for rows, row_targets in chunks(head.size(0), x, targets.clamp(min=0)):
+    for rows, row_targets in row_chunks(head.size(0), x, targets.clamp(min=0)):
         row_losses, _, _ = losses_and_gradient(rows @ head.T, row_targets, real, softcap)
         losses.append(row_losses)
     return torch.cat(losses) * (targets >= 0)
@@ -77,7 +77,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         grad_head = torch.zeros_like(head, dtype=torch.float32)
         token_losses = torch.empty_like(weights)
         start = 0
-        for rows, row_targets, row_weights in chunks(head.size(0), x, targets.clamp(min=0), weights):
+        for rows, row_targets, row_weights in row_chunks(head.size(0), x, targets.clamp(min=0), weights):
             losses, total, grad = losses_and_gradient(multiply.logits(rows), row_targets, real, softcap)
             loss += (losses * row_weights).sum()
             to_rows, to_head = multiply.gradients(grad, total, row_weights, rows)
@@ -97,7 +97,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         return grad_x, (grad_head * grad_loss).to(ctx.head_dtype), None, token_losses * grad_loss, None, None, None
 
 
-def chunks(vocab: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def row_chunks(vocab: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Chunks of rows of all tensors, none with too many logits; all but the last have one shape: one kernel."""
     rows = chunk_rows(len(tensors[0]), vocab, tensors[0].device.type)
     if rows > 0:

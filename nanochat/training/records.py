@@ -91,12 +91,6 @@ def latest_checkpoint(stages: Iterable[str], model_tag: str | None, only_finishe
     return last[-1]["path"] if last else None
 
 
-def models_trained_with(fingerprint: str) -> str:
-    """The folders of the models whose checkpoints name the data set of a fingerprint; "" for none."""
-    metas = base_dir().glob("*_checkpoints/*/step_*/meta.json")
-    return ", ".join(sorted({str(meta.parent.parent) for meta in metas if fingerprint in meta.read_text()}))
-
-
 def duration(seconds: float) -> str:
     """In a suitable unit: "40s", "3.5m", "12.0h", "9.5 days", "10.9 years"."""
     if seconds < 90:

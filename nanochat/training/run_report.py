@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nanochat.data.mixture import main_data
+from nanochat.data.shard_reader import main_data
 from nanochat.runtime.console import is_rank0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text

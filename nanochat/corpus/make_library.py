@@ -4,9 +4,6 @@ Passages of a folder or of Python's documentation: `python -m scripts.library` m
 A passage has as many sentences of a paragraph as fit into 300 characters. Its title is a Python object's name, the
 heading above it, or else its file's name. nanochat/inference/retrieval.py reads what this module writes.
 """
-import hashlib
-import itertools
-import platform
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +18,7 @@ from nanochat.inference.tools import Tools, open_tools
 from nanochat.inference.words import parts, stems, words
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
-from nanochat.runtime.files import locked, recover_folder, write_aside
+from nanochat.runtime.files import write_aside
 from nanochat.runtime.progress import progress
 
 WHOLE = 1 << 30  # characters: a text is not cut into pieces, so its lines can be counted
@@ -58,75 +55,64 @@ CREATE INDEX names ON passages(last, key);
 """
 
 
-def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8",
-                 delimiter: str = "") -> Path:
+def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8") -> Path:
     """
     Make the library of a folder or file, or of "python"; print and return its path. The settings are the command's, see
     scripts/library.py. An existing library is replaced as a whole.
     """
-    unread: list[str] = []  # files
     if source == "python":
         passages = python_passages()
     else:
         path = own_path(source, "python, or a folder or file of your own")
         source = str(path)
         name = name or KIND.sub("", path.name)
-        passages = file_passages(path, unread, encoding, field, delimiter)
+        passages = file_passages(path, encoding, field)
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
-    with locked(place.with_name(f".{place.name}.lock")):
-        # A process that was killed may have left the old library beside its place.
-        recover_folder(place)
-        manifest = {"form": FORM, "source": source, "fingerprint": source_state(source)}
-        with write_aside(place) as aside:
-            database = connect(aside.as_uri())
-            database.create_function("key_of", 1, key_of)
-            database.create_function("last_part", 1, last_part)
-            database.create_function("file_name", 1, lambda place: KIND.sub("", Path(file_of(place)).name))
-            database.create_function("first_sentence", 1, lambda text: text[: sentence_ends(text)[0]])
-            counts: Counter[str] = Counter()
-            split = lru_cache(1 << 16)(lambda word: " ".join([word, *parts(word, counts.__getitem__)]))
-            database.create_function("stems", 1, lambda text: " ".join(stems(" ".join(map(split, words(text))))))
-            database.executescript(SCHEMA)
-            database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
-            count = database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount
-            if not count:
-                raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
-            for title, text in database.execute("SELECT title, text FROM passages"):
-                counts.update(words(f"{title} {text}"))
-            database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
-            database.executescript(FINISH)
-            database.close()
-    lost = f"; {len(unread)} file(s) could not be read" if unread else ""
-    print(f"{place}: {count:,} passages, {place.stat().st_size / 1e6:.1f} MB{lost}")
+    counts: Counter[str] = Counter()  # of words
+    split = lru_cache(1 << 16)(lambda word: " ".join([word, *parts(word, counts.__getitem__)]))
+    functions = {
+        "key_of": key_of,
+        "last_part": last_part,
+        "file_name": lambda place: KIND.sub("", Path(file_of(place)).name),
+        "first_sentence": lambda text: text[: sentence_ends(text)[0]],
+        "stems": lambda text: " ".join(stems(" ".join(map(split, words(text))))),
+    }
+    with write_aside(place) as aside:
+        database = connect(aside.as_uri())
+        for function, of in functions.items():
+            database.create_function(function, 1, of)
+        database.executescript(SCHEMA)
+        database.execute("INSERT INTO manifest VALUES ('form', ?), ('source', ?)", (FORM, source))
+        count = database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount
+        if not count:
+            raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
+        for title, text in database.execute("SELECT title, text FROM passages"):
+            counts.update(words(f"{title} {text}"))
+        database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
+        database.executescript(FINISH)
+        database.close()
+    print(f"{place}: {count:,} passages, {place.stat().st_size / 1e6:.1f} MB")
     return place
 
 
 def open_library(file: str | None, copying: bool = True) -> Tools:
-    """The tools with a library, see `open_tools`; a warning if its source has changed since."""
+    """The tools with a library, see `open_tools`; a warning if a file of its source is newer."""
     tools = open_tools(file, copying)
-    if tools.library:
+    if tools.library and tools.library.manifest["source"] != "python":
         source = tools.library.manifest["source"]
-        if tools.library.manifest["fingerprint"] != source_state(source):
+        made = tools.library.path.stat().st_mtime
+        if any(file.stat().st_mtime > made for file in files_below(Path(source), Notes(list))):
             again = f"python -m scripts.library --source={source}"
             print0(f"warning: {source} has changed since {tools.library.path} was made: {again}")
     return tools
 
 
-def source_state(source: str) -> str:
-    """Changes with the files that a library is made of: their names, sizes and times."""
-    if source == "python":
-        return platform.python_version()
-    files = files_below(Path(source), Notes(list))
-    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(states).encode()).hexdigest()
-
-
 # ---- Passages
 
-def file_passages(source: Path, unread: list[str], encoding: str, field: str, delimiter: str) -> Iterator[Passage]:
-    """The passages of all files; those that cannot be read are printed, and added to `unread`."""
+def file_passages(source: Path, encoding: str, field: str) -> Iterator[Passage]:
+    """The passages of all files; at the end those that could not be read are printed."""
     notes = Notes(list)
     for file in files_below(source, notes):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
@@ -134,7 +120,7 @@ def file_passages(source: Path, unread: list[str], encoding: str, field: str, de
         has_lines = kind_of(file) in TEXTS
         lines = 0  # before this text of the file
         try:
-            for row, text in enumerate(file_texts(file, encoding, WHOLE, notes, field, delimiter), start=1):
+            for row, text in enumerate(file_texts(file, encoding, WHOLE, notes, field), start=1):
                 for title, passage, line in text_passages(text, stem):
                     number = lines + line if has_lines else row
                     yield Passage(title, passage, f"{name}:{number}")
@@ -142,9 +128,7 @@ def file_passages(source: Path, unread: list[str], encoding: str, field: str, de
                 lines += text.count("\n") + 1
         # Parsers raise all kinds of errors. One damaged file must not prevent a library of the others.
         except Exception as error:
-            rest = " to its end" if lines else ""
-            unread.append(name)
-            print(f"{name} is not read{rest}: {first_line(error)}")
+            notes["could not be read, or not to the end"].append(f"{name} ({first_line(error)})")
     say(notes)
 
 
@@ -159,11 +143,11 @@ def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
             title = plain(heading).strip("# ")[:200] or title
         line += text.count("\n", position, block.start())
         position = block.start()
-        for passage in cut(plain(block["paragraph"] or "")):
+        for passage in split_paragraph(plain(block["paragraph"] or "")):
             yield title, passage, line
 
 
-def cut(paragraph: str) -> Iterator[str]:
+def split_paragraph(paragraph: str) -> Iterator[str]:
     """The rest of a paragraph if that is short, else whole sentences, else whole words, else characters."""
     start = 0
     while start < len(paragraph):
@@ -189,5 +173,5 @@ def python_passages() -> Iterator[Passage]:
             doc = rest
         sentence = first_sentence(doc) or ""
         text = sentence + first_paragraph(doc)[len(sentence):]
-        for passage in itertools.islice(cut(text), 1):
-            yield Passage(name, passage, f"help({name})")
+        if text:
+            yield Passage(name, next(split_paragraph(text)), f"help({name})")
