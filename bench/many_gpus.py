@@ -20,7 +20,7 @@ from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.recipe import choose_batch_size
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout
 from nanochat.plan.memory import GIB, shaped, split_into_stages
-from nanochat.runtime.flops import datasheet_peak
+from nanochat.runtime.flops import datasheet_gpu
 from nanochat.runtime.tables import markdown_table
 
 block = PageBlock("many_gpus.md", "bench.many_gpus", write)
@@ -31,7 +31,7 @@ SIZES = [8 << i for i in range(11) if 8 << i <= most_gpus]
 PER_HOST = 8
 MEMORY = 80 * GIB
 MFU = 0.5                   # of the passes alone
-PEAK = datasheet_peak("H100")
+PEAK = datasheet_gpu("H100").peak
 LENGTH = 2048               # tokens of a row
 RATIO = 8                   # training tokens per parameter: they decide the batch
 

@@ -256,9 +256,8 @@ def announce_length(depth: int, steps: int, tokens: int, flops_per_token: int, d
     print0(f"run: {steps:,} steps, {tokens:,} tokens, {flops:.2e} FLOPs, at least {duration(seconds)}, "
            f"at the peak of {rate} per rank")
     if device.type == "cpu" and seconds > MONTH and not wanted:
-        raise UserError(f"depth={depth} would train for {duration(seconds)} here, or longer; python -m scripts.doctor "
-                        "says what fits, and without --depth a model is chosen that suits a CPU; --num_iterations=… "
-                        "trains it all the same")
+        raise UserError(f"depth={depth} would train for {duration(seconds)} here, or longer; without --depth a "
+                        "model is chosen that suits a CPU; --num_iterations=… trains it all the same")
 
 
 def peak_memory() -> float:
