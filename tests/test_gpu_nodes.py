@@ -1,5 +1,4 @@
 """What a node with GPUs does to this repo, without one: drivers, Pythons and compilers that are stand-ins."""
-import os
 import re
 import subprocess
 import sys
@@ -114,17 +113,6 @@ trial.try_steps = try_steps
     assert command.endswith("--device_batch_size=16 --activation_checkpointing=False"), fine.stderr
     refused = as_a_gpu_node(change.replace("{problem}", "no C compiler"), "--depth=20")
     assert (refused.returncode, refused.stderr) == (1, "error: no C compiler\n")
-
-
-@pytest.mark.parametrize("nice, own", [(0, False), (10, True)])
-def test_a_run_of_low_priority_has_a_compile_cache_of_its_own(monkeypatch, nice, own):
-    """Torch compiles each kernel under a lock, for which a run of normal priority would wait."""
-    monkeypatch.setattr(os, "nice", lambda _: nice)
-    monkeypatch.setattr(compiling, "compiled", lambda function: function)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # put back afterwards
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert compiling.set_compile(True, "cpu")
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").endswith("-nice") == own
 
 
 def test_a_gpu_is_not_trained_on_eagerly_unless_asked_for(monkeypatch):
