@@ -99,8 +99,8 @@ def step_bytes(
     The most bytes of tensors that a GPU holds at any moment of a training step, with `rows` rows per micro-step, in the
     pipeline stage that holds most. `ranks` share one copy of the states.
 
-    Within 6% of the tensors that eager steps hold, counted without a GPU (tests/test_gpu_dry_run.py); two compiled
-    steps on an H100 held 5 and 10% more, allocator included (docs/memory.md).
+    Within 6% of the tensors that eager steps hold, counted without a GPU (tests/test_gpu_dry_run.py). Compiled steps on
+    an H100 held 0.2% more in bfloat16, and 6% more in 8 bits (docs/memory.md).
     """
     itemsize = dtype.itemsize
     shards = 1 if zero_stage == 0 else ranks
