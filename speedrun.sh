@@ -34,12 +34,13 @@ esac
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
 once() { python -m scripts.once ${plan:+--show} "$@"; }  # not again what is done; a plan only shows it
-[ -n "$plan" ] || python -m scripts.doctor               # what this machine has; ends here if nothing can be trained
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 [ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/$stages.sh; exit; }
 
 # ---- Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125; docs/gpus.md
-python -m scripts.choose_size --file="$NANOCHAT_BASE_DIR/once/gpus" --plan="$plan" $price
+# What fits here, or on the planned GPUs, in how many hours; ends here if nothing does.
+python -m scripts.plan --file="$NANOCHAT_BASE_DIR/once/gpus" $price \
+    ${plan:+"--gpus=${plan%%[,x]*}" "--gpu=${plan#*[,x]}"}
 . "$NANOCHAT_BASE_DIR/once/gpus"
 tag=speedrun-d$DEPTH run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 -m"
 keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $wandb"

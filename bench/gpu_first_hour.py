@@ -38,7 +38,7 @@ from nanochat.data.tokenizer import tokenizer_dir
 from nanochat.model.compile import compile_model
 from nanochat.model.fp8 import product, scaled, use_fp8
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.memory import GIB, RankMemory
+from nanochat.plan.memory import GIB, step_bytes
 from nanochat.plan.step_time import PRODUCTS, step_time
 from nanochat.plan.step_trial import set_up_training, train_step
 from nanochat.runtime.compiling import set_compile
@@ -157,10 +157,8 @@ def training_steps() -> None:
     seconds = rate("model", flops, lambda: train_step(*arguments), flops / step / gpu.peak, calls=2)
     show("step: ms", 1e3 * seconds, 1e3 * step)
     show("MFU: %", 100 * flops / max(seconds, 1e-9) / gpu.peak)
-    memory = RankMemory(config, rows, dtype, device.type, compiling)
-    # On a CPU the process counts, too.
-    bytes_ = memory.states() + max(memory.moments().values()) if device.type == "cuda" else 0
-    show("peak memory: GiB", peak_memory(), bytes_ / GIB)
+    expected = step_bytes(config, rows, dtype, compiled=compiling) if device.type == "cuda" else 0
+    show("peak memory: GiB", peak_memory(), expected / GIB)
     show("compiled again: graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs)
 
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness import random_tokens
 from nanochat.model.gpt_config import GPTConfig
+from nanochat.plan.machines import collectives
 from nanochat.plan.memory import split_into_stages, state_bytes
 from nanochat.plan.step_trial import set_up_training, train_step
-from nanochat.plan.traffic import collectives
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 
 STAGES, MICRO_STEPS = (0, 1, 2, 3), (1, 4)
@@ -45,7 +45,7 @@ def sent_bytes(zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype
     """
     shards = 1 if zero_stage == 0 else ranks
     sent = collectives(zero_stage, shards, ranks // shards, micro_steps, dtype, *parameters)
-    return sum(c.bytes * c.times * c.passes for c in sent) * (ranks - 1) / ranks
+    return sum(c.bytes * c.times for c in sent)
 
 
 def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:

@@ -2,7 +2,7 @@
 # minutes on two slow cores. speedrun.sh sources this file if there is no GPU. To paste its commands, begin with
 #     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
 DEPTH=${depth:-2}  # 4 with --full
-python -m scripts.choose_size --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/estimate.json"  # how long it takes
+python -m scripts.plan --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/estimate.json"  # how long it takes
 tag=assistant-d$DEPTH
 batch="--total_batch_size=4096 --device_batch_size=8 --eval_tokens=32768"
 keep="--save_every=200 --keep_last=2"

@@ -23,7 +23,7 @@ else
     DATA=${DATA:-tinyworld512}
     launch=(python -m)
     # Small steps in a short run: compiling would take more time than it saves.
-    rows=2
+    fits=--device_batch_size=2
     model=(--max_seq_len=128 --total_batch_size=256 --eval_tokens=16384 --compile=False --save_every=500 --keep_last=1)
     if [ "$DATA" = tinyworld512 ]; then python -m scripts.dataset --source=tinyworld --name="$DATA"; fi
 fi
@@ -36,11 +36,10 @@ train() {
     local tag=$1; shift
     echo; echo "=== $tag"
     if [ "$gpus" -ge 1 ]; then  # what fits into memory, up to 16: a step's batch is a multiple of all ranks' rows
-        rows=$(python -m scripts.doctor --batch_only "$1" --ranks="$gpus" --max_rows=16)
-        [ "$rows" -ge 1 ] || { echo "error: ${1#--} does not fit into a GPU's memory; set smaller DEPTHS" >&2; exit 1; }
+        fits=$(python -m scripts.plan "$1" --device_batch_size=16 | sed -n 's/.* \(--device_batch_size=.*\)/\1/p')
     fi
     python -m scripts.once "$tag" --needs "data/$DATA/manifest.json" "tokenizer/$DATA" \
         --makes "base_checkpoints/$tag" -- \
-        "${launch[@]}" scripts.base_train --data="$DATA" --model_tag="$tag" --resume=auto --device_batch_size="$rows" \
+        "${launch[@]}" scripts.base_train --data="$DATA" --model_tag="$tag" --resume=auto $fits \
         --eval_every=1000000000 --sample_every=-1 "${model[@]}" "$@"
 }

@@ -1,93 +1,206 @@
 """
-Plan a run before you pay for it: bytes that a rank holds and sends on each stage of ZeRO, seconds that a step waits,
-hours, and the fastest layout that fits, with or without a pipeline. Formulas only: nothing is trained. Pretraining
-only: bash speedrun.sh --plan=8,H100,80 shows all stages of a speedrun and their cost.
+What fits, how long it takes and what it costs: by trial on this machine, by formula on GPUs that are not here.
 
-    python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
-    python -m scripts.plan --depth=32 --gpus=64 --gpus_per_node=8 --link=nvlink4 --between=ndr
+    python -m scripts.plan                                     # this machine: what speedrun.sh trains on it
+    python -m scripts.plan --depth=12                          # one model on its GPUs: the command that trains it
+    python -m scripts.plan --gpus=8 --gpu=H100 --price=2.5     # speedrun.sh on GPUs to rent
+    python -m scripts.plan --gpus=64 --gpu=H100 --depth=32 --between=ndr    # one model on them: the fastest layout
+
+The last one shows bytes that a rank holds and sends on each stage of ZeRO, seconds that a step waits, and hours of
+pretraining. Exit code 1 and one line if nothing can be trained.
 """
 from configurator import configure
 
-# ---- Model and batch
-depth = 20                  # [1..] layers
-vocab_size = 32768          # [1..] tokens
-max_seq_len = 2048          # [1..] tokens per row
-device_batch_size = 8       # [1..] rows per rank and micro-step
-total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen as in base_train
-target_param_data_ratio = 8.0  # [>0] training tokens per parameter of matrices and head
 # ---- Machine
-gpus = 8                    # [1..] ranks
+gpus = 0                    # [0..] GPUs to rent; 0: this machine's
+gpu = ""                    # which, as in nanochat/runtime/flops.py: H100; of more than one size with its GB: A100,40
+price = 2.5                 # [0..] dollars per GPU and hour; a guess of November 2026 for an H100
 gpus_per_node = 8           # [1..] GPUs on each host
-gpu = "H100"                # a name in the table of nanochat/runtime/flops.py; empty: this machine's
-memory_gib = 80.0           # [>0] GiB of each GPU
-mfu = -1.0                  # [-1, 0.0001..1] of the forward and backward passes; -1: estimated, in bfloat16
 link = "nvlink4"            # between GPUs of a host: a name in the table of nanochat/plan/machines.py
 between = "ndr"             # between hosts, for each GPU
+# ---- Model and batch
+depth = -1                  # [-1, 1..] layers; -1: as speedrun.sh. On a CPU always its model, with this many layers
+arch = "modern"             # architecture, as in base_train
+vocab_size = 32768          # [1..] tokens
+max_seq_len = 2048          # [1..] tokens per row
+device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: 8, and here up to 32 are tried
+total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen as in base_train
+target_param_data_ratio = 8.0  # [>0] training tokens per parameter of matrices and head
+# ---- For speedrun.sh
+file = ""                   # where its variables are kept, or a CPU's seconds of each step; empty: they are printed
 configure(globals())
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
 
 import torch
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.choice import pretraining
+from nanochat.plan.choice import (
+    MAX_ROWS,
+    SHARD,
+    SIZES,
+    SLOWER,
+    Choice,
+    choose_size,
+    config_of,
+    cost,
+    cpu_seconds,
+    disk,
+    pretraining,
+)
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout, plan_step
-from nanochat.plan.memory import GIB, shaped, split_into_stages
+from nanochat.plan.memory import GIB, largest_rows, needed_bytes, shaped
 from nanochat.plan.step_time import step_time
+from nanochat.plan.step_trial import rows_that_train, try_steps
+from nanochat.runtime.compiling import has_compiler
+from nanochat.runtime.devices import choose_device_type, compute_dtype
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.flops import datasheet_gpu, gpu_here
 from nanochat.runtime.tables import markdown_table
 
-for name, chosen in (("link", link), ("between", between)):
-    if chosen not in LINKS:
-        raise UserError(f"{name}={chosen} is not in the table; expected one of {', '.join(LINKS)}")
-if gpus > gpus_per_node and gpus % gpus_per_node:
-    raise UserError(f"gpus={gpus} must be a multiple of gpus_per_node={gpus_per_node}, or fewer")
-if not gpu and not torch.cuda.is_available():
-    raise UserError("there is no GPU here; expected the name of one, such as --gpu=H100")
-
-config = config_from_depth(depth, vocab_size, max_seq_len, arch="modern")
-dtype = torch.bfloat16
-cluster = Cluster(gpus, min(gpus, gpus_per_node), LINKS[link], LINKS[between])
-parameters = sum(split_into_stages(config)[0].units)
-kind = datasheet_gpu(gpu) if gpu else gpu_here(torch.device("cuda"))
-total_batch_size, micro_steps, steps = pretraining(
-    config, gpus, device_batch_size, target_param_data_ratio, total_batch_size)
-flops_per_token = shaped(config).estimate_flops()
-if mfu < 0:
-    step = step_time(config, device_batch_size, micro_steps, gpus, kind)
-    mfu = total_batch_size * flops_per_token / (gpus * kind.peak * (step.seconds - step.muon))
-rate = mfu * kind.peak
-hours = steps * total_batch_size * flops_per_token / (gpus * rate) / 3600
-print(f"depth {depth}: {parameters:,} parameters, {flops_per_token:.3g} FLOPs per token; "
-      f"{steps:,} steps of {total_batch_size:,} tokens in {micro_steps} micro-step(s)")
-print(f"{gpus} x {kind.name} at {mfu:.0%} MFU: {hours:.2f} hours if all communication hides")
-
-def table_row(layout: Layout) -> list:
-    needed = bytes_on_a_rank(config, cluster, layout, dtype)
-    step = plan_step(config, cluster, layout, rate, dtype, total_batch_size)
-    gigabytes = [f"{n / 1e9:.2f}" for n in (needed, step.within, step.between)]
-    seconds = [f"{n:.3f}" for n in (step.exposed, step.bubble, step.seconds)]
-    reached = total_batch_size * flops_per_token / (gpus * step.seconds * kind.peak)
-    return [layout.zero_stage, layout.shards, layout.pipeline_stages, layout.rows, *gigabytes,
-            *seconds, f"{reached:.1%}", f"{steps * step.seconds / 3600:.2f}"]
+if bool(gpus) != bool(gpu):
+    raise UserError(f"gpus={gpus} gpu={gpu}: expected both, such as --gpus=8 --gpu=H100, or none for this machine")
+here = not gpu
+device = torch.device(choose_device_type("") if here else "cuda")
+dtype = compute_dtype("auto", device) if here else torch.bfloat16
+kept = Path(file).read_text() if Path(file).is_file() else ""
 
 
-# ZeRO's stages, each over a host and over all ranks; then the fastest layout that fits, if it is not among them.
-layouts = [Layout(0, 1, device_batch_size, micro_steps)]
-for zero_stage in (1, 2, 3):
-    for shards in sorted({cluster.per_host, gpus}):
-        layouts.append(Layout(zero_stage, shards, device_batch_size, micro_steps))
-best = fastest_layout(config, cluster, rate, dtype, total_batch_size, memory_gib * GIB)
-if best:
-    layouts.append(best[0])
-print(f"\nA rank, over {link} within a host and {between} between hosts:\n")
-print(markdown_table(
-    ["stage", "shard_size", "pipeline", "rows", "needs, GB", "sends within a host, GB", "to others, GB", "waits, s",
-     "bubble, s", "step, s", "MFU", "hours"],
-    [table_row(layout) for layout in dict.fromkeys(layouts)]))
-if not best:
-    print("\nnothing fits: take more GPUs or a smaller depth")
+def check_disk(wanted: int) -> None:
+    """UserError if a run that begins here would fill the disk."""
+    base_dir().mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(base_dir()).free / GIB
+    if free < wanted and not kept:
+        raise UserError(f"a run wants {wanted} GiB of disk, and {free:,.1f} are free in {base_dir()}; free some there, "
+                        "or set NANOCHAT_BASE_DIR to a folder of a larger disk")
+
+
+# ---- This machine
+if here:
+    gpus = torch.cuda.device_count()
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} of "
+          f"{os.cpu_count()} cores, {gpus} GPU(s); device {device.type}, dtype {dtype}")
+
+# ---- A CPU: nothing is chosen; timed steps give the time
+if not gpus:
+    check_disk(1)
+    depth = max(depth, 2)
+    # What runs/cpu.sh trains: its vocabulary, length of rows, architecture and rows of a step.
+    config = config_from_depth(depth, 4096, 512, arch="modern,head_dim=64")
+    seconds = cpu_seconds(depth, try_steps(config, 8, dtype, device.type, has_compiler(device.type)))
+    if file:
+        write_text(Path(file), json.dumps(seconds))
+    print(f"on this machine, as busy as it is now, this will take about {sum(seconds.values()) / 60:.0f} minutes")
     raise SystemExit(0)
-layout, step = best
-options = (f"--zero_stage={layout.zero_stage} --device_batch_size={layout.rows} --shard_size={layout.shards} "
-           f"--pipeline_stages={layout.pipeline_stages} --activation_checkpointing={layout.checkpointing}")
-print(f"\nthe fastest that fits into {memory_gib:g} GiB: {options}, {step.seconds:.3f} s a step")
+
+# ---- GPUs
+kind = gpu_here(device) if here else datasheet_gpu(gpu)
+if not here and not kind.memory:
+    raise UserError(f"gpu={gpu} is sold with several sizes of memory: add its GB, as in --gpu={kind.name},80")
+
+# ---- One model on this machine's: the command
+if depth > 0 and here:
+    config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch, bos=0)
+    most = device_batch_size if device_batch_size > 0 else MAX_ROWS
+    for checkpointing in (False, True):
+        rows = rows_that_train(most, config, dtype, device.type, True, checkpointing, gpus)
+        if rows:
+            print(f"torchrun --standalone --nproc_per_node={gpus} -m scripts.base_train --depth={depth} --arch={arch} "
+                  f"--max_seq_len={max_seq_len} --device_batch_size={rows} --activation_checkpointing={checkpointing}")
+            raise SystemExit(0)
+    raise UserError(f"depth={depth}: not one row of {max_seq_len} tokens fits; try fewer layers or shorter rows")
+
+# ---- One model on GPUs to rent: ZeRO's stages, each over a host and over all ranks; then the fastest that fits
+if depth > 0:
+    for name, chosen in (("link", link), ("between", between)):
+        if chosen not in LINKS:
+            raise UserError(f"{name}={chosen} is not in the table; expected one of {', '.join(LINKS)}")
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        raise UserError(f"gpus={gpus} must be a multiple of gpus_per_node={gpus_per_node}, or fewer")
+    config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch)
+    cluster = Cluster(gpus, min(gpus, gpus_per_node), LINKS[link], LINKS[between])
+    rows = device_batch_size if device_batch_size > 0 else 8
+    run = pretraining(config, gpus, rows, target_param_data_ratio, total_batch_size)
+    flops = run.total_batch_size * shaped(config).estimate_flops() / gpus  # of a GPU in a step
+    step = step_time(config, rows, run.micro_steps, gpus, kind)
+    rate = flops / (step.seconds - step.muon)
+    print(f"{run.steps:,} steps of {run.total_batch_size:,} tokens in {run.micro_steps} micro-step(s); "
+          f"passes reach {rate / kind.peak:.0%} MFU")
+    layouts = [Layout(0, 1, rows, run.micro_steps)]
+    for zero_stage in (1, 2, 3):
+        for shards in sorted({cluster.per_host, gpus}):
+            layouts.append(Layout(zero_stage, shards, rows, run.micro_steps))
+    best = fastest_layout(config, cluster, rate, dtype, run.total_batch_size, kind.memory * GIB)
+    if best:
+        layouts.append(best[0])
+    table = []
+    for layout in dict.fromkeys(layouts):
+        plan = plan_step(config, cluster, layout, rate, dtype, run.total_batch_size)
+        gigabytes = bytes_on_a_rank(config, cluster, layout, dtype), plan.within, plan.between
+        table.append([layout.zero_stage, layout.shards, layout.pipeline_stages, layout.rows,
+                      *(f"{n / 1e9:.2f}" for n in gigabytes),
+                      *(f"{n:.3f}" for n in (plan.exposed, plan.bubble, plan.seconds)),
+                      f"{flops / plan.seconds / kind.peak:.1%}", f"{run.steps * plan.seconds / 3600:.2f}"])
+    print(f"\nA rank, over {link} within a host and {between} between hosts:\n")
+    print(markdown_table(["stage", "shard_size", "pipeline", "rows", "needs, GB", "sends within a host, GB",
+                          "to others, GB", "waits, s", "bubble, s", "step, s", "MFU", "hours"], table))
+    if not best:
+        raise UserError("nothing fits: take more GPUs or a smaller depth")
+    layout, plan = best
+    print(f"\nthe fastest that fits into {kind.memory:g} GiB: --zero_stage={layout.zero_stage} "
+          f"--device_batch_size={layout.rows} --shard_size={layout.shards} --pipeline_stages={layout.pipeline_stages} "
+          f"--activation_checkpointing={layout.checkpointing}, {plan.seconds:.3f} s a step")
+    raise SystemExit(0)
+
+# ---- speedrun.sh: depth and rows. A run that continues, perhaps on another machine, keeps them
+if here and importlib.util.find_spec("datasets") is None:
+    raise UserError("the tasks need the datasets package: . ./setup.sh hub")
+ranks = 2 ** (gpus.bit_length() - 1)  # a power of two, which divides every batch
+
+
+def rows_that_fit(most: int, depth: int, checkpointing: bool) -> int:
+    config = config_of(depth)
+    if here:
+        return rows_that_train(most, config, dtype, "cuda", True, checkpointing, ranks)
+    return largest_rows(most, lambda rows: needed_bytes(config, rows, dtype, ranks, checkpointing) < kind.memory * GIB)
+
+
+if kept:
+    variables = dict(re.findall(r"(\w+)=(\w+)", kept))
+    if variables.get("DEPTH") not in map(str, SIZES):
+        raise UserError(f"{file} has no depth of {', '.join(map(str, SIZES))}: delete it to choose again, or go on "
+                        "with the version that chose it")
+    choice = Choice(int(variables["DEPTH"]), int(variables["ROWS"]), variables["RECOMPUTE"] == "True")
+else:
+    choice = choose_size(ranks, kind, rows_that_fit)
+depth, rows, recompute = choice
+size = SIZES[depth]
+if here:
+    check_disk(disk(depth))
+line = (f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} VOCAB={size.vocab_size} "
+        f"RATIO={size.ratio:g} SHARDS={size.shards}")
+if file:
+    write_text(Path(file), line + "\n")
+else:
+    print(line)
+
+# ---- Time and cost. The cost includes idle GPUs and the stages after pretraining
+whole = cost(choice, ranks, kind)
+run = whole.run
+parameters = sum(p.numel() for p in shaped(config_of(depth)).parameters())
+print(f"depth {depth}: {parameters / 1e6:,.0f} million parameters; {run.steps:,} steps of {run.total_batch_size:,} "
+      f"tokens in {run.micro_steps} micro-step(s)\n"
+      f"pretraining on {ranks} x {kind.name}: {whole.hours:.2f} to {SLOWER * whole.hours:.2f} hours, at best "
+      f"{whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a run that shows less than half in ten steps\n"
+      f"in all {whole.least:.1f} to {whole.most:.1f} hours with the other stages, downloads and evaluations\n"
+      f"cost {whole.dollars(gpus, price)} for {gpus} GPU(s) at ${price:g} per GPU and hour (--price=…)\n"
+      f"disk {disk(depth)} GiB; downloads {size.shards * SHARD / 1e9:.0f} GB of text, 8 of software and tasks")
+if ranks < gpus:
+    print(f"{gpus - ranks} of {gpus} GPUs stand idle: rent {ranks}")

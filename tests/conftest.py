@@ -23,7 +23,7 @@ __all__ = ["REPO", "run_module", "warm_python", "base_folder", "make_sums", "los
 ALL_PIECES = ("classic,rope_theta=1e5,qk_scale=1.2,short_windows=True,value_embeddings=True,smear=True,key_offset=True,"
               "document_token=3,embedding_std=0.8,fc_scale=0.4,narrow_gates=True,stream_scales=True,"
               "subtract_middle=True")  # base_train's --arch
-LONG = ["test_many_ranks", "test_base_train", "test_chat_web", "test_doctor", "test_speedrun", "test_zero",
+LONG = ["test_many_ranks", "test_base_train", "test_chat_web", "test_speedrun", "test_zero",
         "test_pipeline", "test_chat_training", "test_tasks", "test_engine", "test_ui", "test_zero_bench",
         "test_many_hosts", "test_gpt", "test_step_page"]
 

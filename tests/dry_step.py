@@ -85,12 +85,15 @@ def one_rank_of(ranks: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dry_step(ranks: int, config: GPTConfig, rows: int, stage: int, micro_steps: int) -> DryStep:
+def dry_step(
+    ranks: int, config: GPTConfig, rows: int, stage: int, micro_steps: int, checkpointing: bool = False
+) -> DryStep:
     """Counts rank 3's optimizer step as in scripts/base_train.py, in bfloat16, after one that is not counted."""
     count, has_varlen = DryStep(min(3, ranks - 1), ranks), gpt.has_varlen
     gpt.has_varlen, loss.CHUNK_LOGITS["meta"] = lambda *_: True, loss.CHUNK_LOGITS["cuda"]
     with one_rank_of(ranks, count.rank), count:
         model, sharding, optimizers = set_up_training(config, torch.bfloat16, META, stage)
+        model.activation_checkpointing = checkpointing
         tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device=META)
         cu_seqlens = torch.empty(4 * rows, dtype=torch.int32, device=META)
         for _ in range(2):

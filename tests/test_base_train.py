@@ -196,7 +196,6 @@ def test_wrong_settings_are_found_before_anything_is_compiled(base):
     """Files that are not there, in each stage."""
     for script, value, *args in [
             ("base_train", "did you mean 'sums'", "--data=summs"),
-            ("base_train", "depth=40", "--data=sums", "--depth=40"),
             ("mid_train", "0 models", "--tasks=arithmetic[:9]"),
             ("chat_sft", "none.jsonl", "--tasks=json:/none.jsonl")]:
         refused = run_module(f"scripts.{script}", *args, "--device_type=cpu")

@@ -1,28 +1,24 @@
 """
-The planner: bytes and seconds of a step with a pencil, on one host and two, in a pipeline; the fastest layout; what it
-refuses.
+The planner: bytes and seconds of a step with a pencil, on one host and two, in a pipeline; the fastest layout; steps
+that are tried. What it says of memory is counted in test_gpu_dry_run.py; a speedrun's size is in test_speedrun.py.
 """
 import itertools
 import math
+import resource
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from conftest import run_module
 
+import nanochat.plan.step_trial
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.plan.machines import (
-    LINKS,
-    Cluster,
-    Layout,
-    Link,
-    bytes_on_a_rank,
-    fastest_layout,
-    pipelines,
-    plan_step,
-    shard_sizes,
-)
+from nanochat.plan.machines import LINKS, Cluster, Layout, Link, bytes_on_a_rank, fastest_layout, plan_step
 from nanochat.plan.memory import GIB, split_into_stages
 from nanochat.plan.step_time import scores, step_time
+from nanochat.plan.step_trial import rows_that_train, try_steps
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import datasheet_gpu
 
@@ -130,27 +126,26 @@ def test_bubbles_are_megatrons():
     """
     config = GPTConfig(sequence_len=2048, vocab_size=64, n_layer=48, n_embd=8192, n_head=64, n_kv_head=64)
     links = Link(math.inf), Link(math.inf)
-    for n, d, rows in ((64, 32, 1536), (64, 16, 1536), (64, 8, 512)):
+    for n, d, rows in ((64, 32, 1536), (64, 8, 512)):
         layout = Layout(1, d, 1, rows // d, pipeline_stages=n // d)
         plan = plan_step(config, Cluster(n, 1, *links), layout, 8 * 138e12, BF16, rows * 2048)
         assert plan.bubble / plan.compute == pytest.approx((n - d) / rows, rel=2e-2)  # the last stage has a small head
 
 
-@pytest.mark.parametrize("gpus, depth", [(8, 20), (32, 32)])
-def test_the_fastest_layout_that_fits(gpus: int, depth: int):
-    config = config_from_depth(depth, 65536, 2048, arch="modern")
-    cluster = Cluster(gpus, 8, LINKS["nvlink4"], LINKS["hdr"])
+def test_the_fastest_layout_that_fits():
+    """Of depth 32 on 32 GPUs, among all layouts in powers of two."""
+    config = config_from_depth(32, 65536, 2048, arch="modern")
+    cluster = Cluster(32, 8, LINKS["nvlink4"], LINKS["hdr"])
     best, plan = fastest_layout(config, cluster, RATE, BF16, 2**20, 80 * GIB)
-    rows = 2**20 // (2048 * gpus)
-    every = []
-    for stages in pipelines(config, cluster):
-        zero, halves = range(4 if stages == 1 else 2), range(stages.bit_length() - 1, (rows * stages).bit_length())
-        choices = itertools.product(zero, shard_sizes(cluster, stages), halves, (False, True))
-        every += [Layout(stage, shards if stage else 1, rows * stages >> i, 2**i, again, stages)
-                  for stage, shards, i, again in choices]
-    fitting = [layout for layout in every if bytes_on_a_rank(config, cluster, layout, BF16) <= 80 * GIB]
-    assert best in fitting and best.rows * best.micro_steps == rows * best.pipeline_stages
-    assert plan.seconds == min(plan_step(config, cluster, layout, RATE, BF16, 2**20).seconds for layout in fitting)
+    times = {}
+    for stages, shards, i, again in itertools.product((1, 2, 4, 8, 16, 32), (8, 16, 32), range(9), (False, True)):
+        ranks, micro_steps = 32 // stages, 2**i
+        rows = 2**20 // 2048 // ranks // micro_steps
+        for zero_stage in range(4 if stages == 1 else 2) if rows and micro_steps >= stages else ():
+            layout = Layout(zero_stage, min(shards, ranks) if zero_stage else 1, rows, micro_steps, again, stages)
+            if bytes_on_a_rank(config, cluster, layout, BF16) <= 80 * GIB:
+                times[layout] = plan_step(config, cluster, layout, RATE, BF16, 2**20).seconds
+    assert times[best] == plan.seconds == min(times.values()) < max(times.values())
 
 
 @pytest.mark.parametrize("rows, fp8, seconds", [(32, True, 0.856), (16, True, 0.492), (16, False, 0.610)])
@@ -176,23 +171,56 @@ def test_blocks_of_scores():
     assert [scores(config, layer) for layer in (0, 3)] == [128**2 * (1 + 2 + 3 + 4 + 12 * 5), 128**2 * 16 * 17 // 2]
 
 
-def test_the_command():
-    """Two levels of links; the fastest layout, which may be a pipeline; hours; and what it refuses."""
-    shown = run_module("scripts.plan", "--depth=32", "--gpus=64", "--between=eth10", "--device_batch_size=1",
-                       "--vocab_size=65536", "--mfu=0.48")
-    assert "over nvlink4 within a host and eth10 between hosts" in shown.stdout
+def test_the_command_for_one_model():
+    """Two levels of links; each stage of ZeRO, and the fastest layout, which may be a pipeline; what it refuses."""
+    cluster = ("--depth=32", "--gpus=64", "--gpu=H100")
+    shown = run_module("scripts.plan", *cluster, "--between=eth10")
     rows = [line.strip("| ").split(" | ") for line in shown.stdout.splitlines() if line.startswith("| ")][2:]
-    sharded = [[str(stage), size, "1"] for stage in (1, 2, 3) for size in ("8", "64")]
     *stages_of_zero, best = rows
+    sharded = [[str(stage), size, "1"] for stage in (1, 2, 3) for size in ("8", "64")]
     assert [row[:3] for row in stages_of_zero] == [["0", "1", "1"], *sharded]
     assert float(best[9]) == min(float(row[9]) for row in rows) and int(best[2]) > 1
-    assert f"fits into 80 GiB: --zero_stage={best[0]} --device_batch_size={best[3]} --" in shown.stdout
-    usual = run_module("scripts.plan", "--depth=32", "--gpus=64")  # the fastest is one of ZeRO's: it comes once
-    rows = [line for line in usual.stdout.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == len(set(rows)) == 7
-    nothing = run_module("scripts.plan", "--depth=48", "--gpus=1", "--device_batch_size=1")
-    assert nothing.stdout.splitlines()[-1] == "nothing fits: take more GPUs or a smaller depth"
-    wrong = {"--between=none": "between=none is not in the table", "--gpus=12": "must be a multiple of gpus_per_node=8"}
-    for argument, words in wrong.items():
-        refused = run_module("scripts.plan", argument)
-        assert refused.returncode and words in refused.stderr and refused.stderr.count("\n") == 1
+    assert f"--zero_stage={best[0]} --device_batch_size={best[3]} --" in shown.stdout
+    for wrong in ("--between=none", "--gpus=12", "--gpu=H1000", "--gpu=A100", "--gpu="):
+        refused = run_module("scripts.plan", *cluster, wrong)
+        assert refused.returncode == 1 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
+
+
+# ---- Steps that are tried
+
+
+def limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
+def test_rows_are_halved_for_a_lack_of_memory_and_for_nothing_else(monkeypatch):
+    """A real process that runs out of memory; one that the kernel ends; one that fails otherwise."""
+    config = config_from_depth(1, 64, 64)
+    run = subprocess.run
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *args, **settings: run(*args, **settings, preexec_fn=limit_memory))
+        with pytest.raises(UserError, match="out of memory"):
+            try_steps(config, 2**15, torch.float32, "cpu", compiled=False)
+        patch.setattr(subprocess, "run", lambda *_, **settings: subprocess.CompletedProcess([], -9, "", ""))
+        with pytest.raises(UserError, match="out of memory"):  # the kernel has ended it
+            try_steps(config, 1, torch.float32, "cpu", compiled=False)
+    answers = {4: "out of memory with device_batch_size=4", 2: "Signal 9 (SIGKILL) received by PID 1"}
+
+    def try_steps_of(config: GPTConfig, rows: int, *how, **settings) -> None:
+        if rows in answers:
+            raise UserError(answers[rows])
+
+    monkeypatch.setattr(nanochat.plan.step_trial, "try_steps", try_steps_of)
+    assert rows_that_train(5, config, torch.float32, "cpu", False) == 1
+    answers[2] = "RuntimeError: no kernel image is available"
+    with pytest.raises(UserError, match="no kernel image is available"):
+        rows_that_train(5, config, torch.float32, "cpu", False)
+
+
+def test_the_time_of_a_step_is_measured_here():
+    """Three steps take less than the whole command, and one step's products cannot be done at 20 TFLOP/s."""
+    began = time.monotonic()
+    seconds = try_steps(config_from_depth(1, 8192, 256), 16, torch.float32, "cpu", compiled=False) / 1000
+    head_flops = 6 * 128 * 8192 * 16 * 256
+    assert head_flops / 20e12 < seconds < (time.monotonic() - began) / 3

@@ -186,14 +186,6 @@ def test_a_step_has_the_same_words_on_its_page_and_in_its_script(page):
     assert rows == ["own", *told[1:]]
 
 
-def test_the_maker_of_tables_says_which_there_are():
-    names = page_formulas.blocks().keys()
-    known, unknown = run_module("tests.page_formulas", "--help"), run_module("tests.page_formulas", "toru")
-    assert known.returncode == 0 and unknown.returncode == 2 and not unknown.stdout
-    assert [name for name in names if name not in known.stdout or name not in unknown.stderr] == []
-    assert unknown.stderr.startswith("error: ") and unknown.stderr.endswith("did you mean 'torus'?\n")
-
-
 def test_short_runs_and_bubbles_are_those_of_the_pages():
     """Of bench.loops two lines; losses within what another processor's rounding changes. Bubbles near the formula."""
     def numbers(line: str) -> list[float]:

@@ -1,6 +1,5 @@
 """What speedrun.sh trains on a machine: depth and rows at a time, and their cost in hours and disk."""
 import math
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,10 +40,6 @@ class Size(NamedTuple):
 
 
 SIZES = {22: Size(9.4, 49152, 125), 20: Size(8.0, 32768, 75), 16: Size(8.0, 32768, 40), 12: Size(8.0, 32768, 20)}
-MEMORY = {  # GB of GPUs sold with one size only
-    "H100": 80, "H200": 141, "GH200": 96, "B200": 180, "MI300X": 192, "A10": 24, "A10G": 24, "L4": 24, "RTX 3090": 24,
-    "RTX 4090": 24, "RTX 5090": 32, "A40": 48, "L40S": 48,
-}
 
 
 def config_of(depth: int) -> GPTConfig:
@@ -128,35 +123,19 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: Callable[[int, int, bool], 
     raise UserError(f"depth {depth}, the smallest, does not fit into this GPU's memory: use more or larger GPUs")
 
 
-def disk_bytes(depth: int) -> dict[str, float]:
+def disk(depth: int) -> int:
     """
-    Bytes that a speedrun leaves on the disk, by kind: two checkpoints of each of four stages and one that is being
+    GiB of disk that a speedrun needs, in whole tens: two checkpoints of each of four stages and one that is being
     written, text and its tokens, and the rest.
     """
     (model,) = split_into_stages(config_of(depth))
     states = state_bytes(2, 1, torch.bfloat16, model.adamw, model.muon, look_ahead=True)
-    text = SIZES[depth].shards * SHARD
-    characters = SIZES[depth].shards * 250e6
-    return {"checkpoints": 9 * (states.parameters + states.optimizer), "text": text,
-            "tokens": characters / 4.7 * 2, "software": SOFTWARE}
-
-
-def disk(depth: int) -> int:
-    """GiB of disk that a speedrun needs, in whole tens."""
-    return 10 * round(sum(disk_bytes(depth).values()) / GIB / 10 + 0.5)
+    shards = SIZES[depth].shards
+    tokens = shards * 250e6 / 4.7  # of about 4.7 characters; 2 bytes each
+    needed = 9 * (states.parameters + states.optimizer) + shards * SHARD + 2 * tokens + SOFTWARE
+    return 10 * round(needed / GIB / 10 + 0.5)
 
 
 def cpu_seconds(depth: int, step_ms: float) -> dict[str, float]:
     """Seconds of each step of runs/cpu.sh if a step of pretraining takes step_ms milliseconds."""
     return {name.format(depth): seconds + steps * step_ms / 1000 for name, (seconds, steps) in CPU_STEPS.items()}
-
-
-def parse_gpus(plan: str) -> tuple[int, str, float]:
-    """(how many GPUs, which, GB of each) of "8,H100,80", or "8xH100" if it has one size only. Otherwise UserError."""
-    parts = re.fullmatch(r"([1-9]\d*)[,x]([^,]+)(?:,(\d+))?", plan)
-    if parts:
-        sizes = {name.lower(): size for name, size in MEMORY.items()}
-        memory = parts[3] or sizes.get(parts[2].lower())
-        if memory:
-            return int(parts[1]), parts[2], float(memory)
-    raise UserError(f"plan={plan}: expected 8,H100,80: how many GPUs, which, and of how many GB")

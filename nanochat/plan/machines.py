@@ -1,17 +1,17 @@
 """
 How long a step takes on a cluster: seconds of computing, of sending over links within and between hosts, of waiting.
-docs/machines.md, docs/many_gpus.md.
+docs/machines.md, docs/many_gpus.md. docs/zero.md compares the bytes of `collectives` with those that pass PyTorch's
+dispatcher, docs/many_hosts.md with a network interface's traffic.
 """
 import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import torch
 
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.zero import MAX_IN_FLIGHT
-from nanochat.plan.memory import PipelineStage, needed_bytes, split_into_stages
-from nanochat.plan.traffic import Collective, collectives
+from nanochat.plan.memory import FLOAT32, needed_bytes, split_into_stages
 
 
 class Link(NamedTuple):
@@ -34,12 +34,44 @@ LINKS = {
 }
 
 
-class Sent(NamedTuple):
-    """What a rank sends in one collective, on average over the ranks."""
+class Collective(NamedTuple):
+    """One of the collectives of an optimizer step, `times` times."""
 
-    within: float       # bytes to ranks of its host
-    between: float      # bytes to other hosts
-    latency: float      # seconds
+    kind: Literal["reduce-scatter", "all-gather", "all-reduce", "all-to-all"]
+    bytes: float        # that a rank sends each time, on average
+    ranks: int          # in the group
+    stride: int = 1     # between neighbours of the group: 1 for ranks that share a copy, more for replicas of a shard
+    times: int = 1
+    behind: Literal["forward", "backward", ""] = ""  # the pass that runs meanwhile; "": none
+
+
+def collectives(
+    zero_stage: int, shards: int, replicas: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
+) -> list[Collective]:
+    """
+    The collectives of a step on shards · replicas ranks; on stage 0 shards is 1. total: parameters of the model; muon:
+    Muon's; head: the last unit's, which stage 3 keeps whole from its forward to its backward pass.
+    """
+    # A reduce-scatter or an all-gather of S bytes sends S · (N − 1)/N; an all-reduce is both.
+    gradients = total * FLOAT32 * (shards - 1) / shards
+    gathered = total * dtype.itemsize * (shards - 1) / shards
+    sent = []
+    if shards > 1:
+        # From stage 2 on no whole gradient is kept from one micro-step to the next.
+        sums = micro_steps if zero_stage >= 2 else 1
+        sent.append(Collective("reduce-scatter", gradients, shards, times=sums, behind="backward"))
+        gathers = micro_steps if zero_stage == 3 else 1
+        sent.append(Collective("all-gather", gathered, shards, times=gathers, behind="forward"))
+        if zero_stage == 3:
+            again = gathered * (1 - head / total)
+            sent.append(Collective("all-gather", again, shards, times=micro_steps, behind="backward"))
+        # Each matrix travels to its owner and back.
+        matrices = 2 * muon * dtype.itemsize / shards * (shards - 1) / shards
+        sent.append(Collective("all-to-all", matrices, shards))
+    if replicas > 1:
+        sums_of_shards = 2 * total * FLOAT32 / shards * (replicas - 1) / replicas
+        sent.append(Collective("all-reduce", sums_of_shards, replicas, shards, behind="backward"))
+    return sent
 
 
 class Cluster(NamedTuple):
@@ -54,22 +86,33 @@ class Cluster(NamedTuple):
         """How many ranks of a group (`size`, every stride-th rank) are on one host."""
         return min(size, max(self.per_host // stride, 1))
 
-    def sent(self, collective: Collective) -> Sent:
+    def sent(self, collective: Collective) -> tuple[float, float, float]:
+        """Bytes that a rank sends to ranks of its host and to other hosts; seconds of latency."""
         size = collective.ranks
         here = self.on_a_host(size, collective.stride)
         hosts = size // here
         # away: share of the bytes that leaves the host. near, far: sequential messages within and between hosts.
-        if collective.kind == "all-to-all":  # matrices go directly to their owners, all at once
-            away, near, far = (size - here) / (size - 1), min(here - 1, 1), 1
-        elif collective.kind == "all-reduce":  # a ring in each host, a tree between hosts
-            away, near, far = 1 / here, here - 1, math.ceil(math.log2(hosts))
+        if collective.kind == "all-to-all":  # matrices go directly to their owners, all at once, and back
+            away, near, far = (size - here) / (size - 1), 2 * min(here - 1, 1), 2
+        elif collective.kind == "all-reduce":  # there and back, a ring in each host, a tree between hosts
+            away, near, far = 1 / here, 2 * (here - 1), 2 * math.ceil(math.log2(hosts))
         else:  # a ring goes through the group host by host, and leaves each host at one rank
             away, near, far = 1 / here, hosts * (here - 1), hosts
         if hosts == 1:
             away = far = 0
-        size_sent = collective.passes * collective.bytes * (size - 1) / size
-        latency = collective.passes * (near * self.within.latency + far * self.between.latency)
-        return Sent(size_sent * (1 - away), size_sent * away, latency)
+        latency = near * self.within.latency + far * self.between.latency
+        return collective.bytes * (1 - away), collective.bytes * away, latency
+
+    def seconds(self, chosen: list[Collective], units: int) -> float:
+        """How long collectives of that many units take if nothing else runs. Both links work at the same time."""
+        within = between = latency = 0.0
+        for c in chosen:
+            near, far, delay = self.sent(c)
+            within += near
+            between += far
+            # Matrices travel all at once; otherwise each unit has a collective of its own.
+            latency += delay * (1 if c.kind == "all-to-all" else units)
+        return max(within / self.within.bandwidth, between / self.between.bandwidth) + latency
 
 
 class Layout(NamedTuple):
@@ -83,75 +126,11 @@ class Layout(NamedTuple):
     pipeline_stages: int = 1        # each on neighbouring ranks; with several, zero_stage is 0 or 1
 
 
-# ---- One pipeline stage (without a pipeline: the model)
-
-
-class StagePlan:
-    """
-    An optimizer step of a rank of one pipeline stage: seconds that it computes and that its passes wait, and the bytes
-    that it sends to its group. tokens: per micro-batch of a rank. rate: FLOP/s that a rank achieves.
-    """
-
-    def __init__(self, stage: PipelineStage, config: GPTConfig, cluster: Cluster, layout: Layout, rate: float,
-                 dtype: torch.dtype, tokens: float):
-        self.cluster = cluster
-        self.layout = layout
-        self.units = stage.units
-        replicas = cluster.ranks // layout.pipeline_stages // layout.shards
-        head = config.padded_vocab_size * config.n_embd
-        all_collectives = collectives(layout.zero_stage, layout.shards, replicas, layout.micro_steps, dtype,
-                                      sum(stage.units), stage.muon, head)
-        self.sent = {c: cluster.sent(c) for c in all_collectives}
-        self.within = sum(c.times * sent.within for c, sent in self.sent.items())
-        self.between = sum(c.times * sent.between for c, sent in self.sent.items())
-        # Of one micro-batch. The forward pass has a third of the FLOPs.
-        self.forward = tokens * stage.flops / rate / 3
-        self.backward = (2 + layout.checkpointing) * self.forward
-        # Waiting over the step: for parameters, and for gradients.
-        self.gathers = self.waits("forward", self.forward)
-        self.reduces = self.waits("backward", self.backward)
-        # Muon: matrices travel to their owners and back. A matrix has one owner: more ranks than matrices do not help.
-        products = max(sum(stage.products) / layout.shards, max(stage.products)) / rate
-        self.update = products + self.seconds([c for c in self.sent if c.kind == "all-to-all"])
-
-    def seconds(self, chosen: list[Collective]) -> float:
-        """How long these collectives take if nothing else runs. Both links work at the same time."""
-        within = between = latency = 0.0
-        for c in chosen:
-            within += self.sent[c].within
-            between += self.sent[c].between
-            # Matrices travel all at once; otherwise each unit has a collective of its own.
-            latency += self.sent[c].latency * (1 if c.kind == "all-to-all" else len(self.units))
-        return max(within / self.cluster.within.bandwidth, between / self.cluster.between.bandwidth) + latency
-
-    def waits(self, behind: str, pass_seconds: float) -> float:
-        """
-        Seconds that the "forward" or "backward" passes of a step, of pass_seconds each, wait for collectives. Sending
-        hides behind a pass, except for the time beyond the pass, or at least the first unit's time: its parameters are
-        needed first, its gradients complete last.
-        """
-        total = sum(self.units)
-
-        def wait(chosen: list[Collective]) -> float:
-            seconds = self.seconds(chosen)
-            return max(seconds - pass_seconds, seconds * self.units[0] / total)
-
-        last_pass = [c for c in self.sent if c.behind == behind]
-        every_pass = [c for c in last_pass if c.times == self.layout.micro_steps]
-        # Replicas add up the sums of shard groups: a unit's sum over the replicas starts after two more units are
-        # computed. So the sums of the last three units follow the pass.
-        replica_sums = []
-        if self.layout.shards > 1 and self.layout.zero_stage < 3:
-            replica_sums = [c for c in last_pass if c.kind == "all-reduce"]
-        following = sum(self.units[: 1 + MAX_IN_FLIGHT]) / total * self.seconds(replica_sums)
-        return (self.layout.micro_steps - 1) * wait(every_pass) + max(wait(last_pass), following)
-
-
-# ---- A step of all stages
+# ---- A step
 
 
 class StepPlan(NamedTuple):
-    """An optimizer step of a rank: averages over the pipeline's stages, and the waiting of the slowest one."""
+    """An optimizer step of a rank. Computing and bytes are averages over the stages of a pipeline."""
 
     compute: float      # seconds of forward and backward passes
     update: float       # seconds of Muon
@@ -169,46 +148,67 @@ def plan_step(
     config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, batch_tokens: int
 ) -> StepPlan:
     """rate: FLOP/s that a rank achieves; batch_tokens: of a step over all ranks."""
-    stages = layout.pipeline_stages
-    ranks = cluster.ranks // stages
+    parts = split_into_stages(config, layout.pipeline_stages)
+    stages = len(parts)
+    ranks = cluster.ranks // stages  # of each stage
     tokens = batch_tokens / ranks / layout.micro_steps
-    planned = []
-    for stage in split_into_stages(config, stages):
-        planned.append(StagePlan(stage, config, cluster, layout, rate, dtype, tokens))
-    within = sum(stage.within for stage in planned) / stages
-    between = sum(stage.between for stage in planned) / stages
+    head = config.padded_vocab_size * config.n_embd
+    within = between = exposed = update = 0.0
+    busy = []  # seconds of each stage for one micro-batch
+    for part in parts:
+        sent = collectives(layout.zero_stage, layout.shards, ranks // layout.shards, layout.micro_steps, dtype,
+                           sum(part.units), part.muon, head)
+        for c in sent:
+            near, far, _ = cluster.sent(c)
+            within += c.times * near / stages
+            between += c.times * far / stages
+        # The forward pass has a third of the FLOPs.
+        forward = tokens * part.flops / rate / 3
+        backward = (2 + layout.checkpointing) * forward
+        if not busy:  # a pipeline's first stage begins first and ends last: what others send hides while they idle
+            exposed = (waiting(cluster, sent, "forward", forward, part.units, layout.micro_steps)
+                       + waiting(cluster, sent, "backward", backward, part.units, layout.micro_steps))
+        busy.append(forward + backward)
+        # Muon: matrices travel to their owners and back. A matrix has one owner: more ranks than matrices do not help.
+        products = max(sum(part.products) / layout.shards, max(part.products)) / rate
+        exchange = cluster.seconds([c for c in sent if c.kind == "all-to-all"], len(part.units))
+        update = max(update, products + exchange)
+    compute = layout.micro_steps * sum(busy) / stages
 
     # A micro-batch's stream goes from each stage to the next; a gradient of equal size comes back.
-    hops = [0.0]
     stream = tokens * config.n_embd * config.streams * dtype.itemsize
-    both_ways = 2 * layout.micro_steps * stream / stages
     for number in range(1, stages):
+        sent_both_ways = 2 * layout.micro_steps * stream / stages
         if number % cluster.on_a_host(stages, ranks):
             link = cluster.within
-            within += both_ways
+            within += sent_both_ways
         else:
             link = cluster.between
-            between += both_ways
-        hops.append(stream / link.bandwidth + link.latency)
-    hops.append(0.0)
+            between += sent_both_ways
+        for end in (number - 1, number):
+            busy[end] += stream / link.bandwidth + link.latency
 
     # 1F1B: the slowest stage is always busy, except while the first micro-batch arrives and the last one leaves. With
     # uneven stages and slow links this is up to a fifth off: docs/step.html runs the schedule pass by pass.
-    busy = []       # seconds of a stage for each micro-batch
-    late = [0.0]    # from the arrival of a stage's first micro-batch until its parameters arrive
-    after = []      # from the last stage's end until gradients are summed
-    begun = 0.0
-    ended = 0.0
-    for stage, to_previous, to_next in zip(planned, hops, hops[1:]):
-        busy.append(stage.forward + stage.backward + to_previous + to_next)
-        late.append(stage.gathers - begun)
-        after.append(stage.reduces - ended)
-        begun += stage.forward + to_next
-        ended += stage.backward + to_previous
-    compute = layout.micro_steps * sum(stage.forward + stage.backward for stage in planned) / stages
     passes = sum(busy) + (layout.micro_steps - 1) * max(busy)
-    update = max(stage.update for stage in planned)
-    return StepPlan(compute, update, max(late) + max(after), max(passes - compute, 0.0), within, between)
+    return StepPlan(compute, update, exposed, max(passes - compute, 0.0), within, between)
+
+
+def waiting(
+    cluster: Cluster, sent: list[Collective], behind: str, pass_seconds: float, units: list[int], micro_steps: int
+) -> float:
+    """
+    Seconds that the "forward" or "backward" passes of a step, of pass_seconds each, wait for collectives. Sending
+    hides behind a pass, except for the time beyond the pass, or at least the first unit's time: its parameters are
+    needed first, its gradients complete last.
+    """
+    def wait(chosen: list[Collective]) -> float:
+        seconds = cluster.seconds(chosen, len(units))
+        return max(seconds - pass_seconds, seconds * units[0] / sum(units))
+
+    once = [c for c in sent if c.behind == behind]
+    always = [c for c in once if c.times == micro_steps]
+    return wait(once) + (micro_steps - 1) * wait(always)
 
 
 # ---- The fastest layout
@@ -217,22 +217,25 @@ def plan_step(
 def bytes_on_a_rank(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype) -> float:
     """Bytes of a GPU's memory that training needs, margins included."""
     ranks = layout.shards if layout.zero_stage else cluster.ranks // layout.pipeline_stages
-    return needed_bytes(config, layout.rows, dtype, "cuda", True, ranks, layout.checkpointing, layout.zero_stage,
-                        layout.micro_steps, pipeline_stages=layout.pipeline_stages)
+    return needed_bytes(config, layout.rows, dtype, ranks, layout.checkpointing, layout.zero_stage, layout.micro_steps,
+                        layout.pipeline_stages)
 
 
-def shard_sizes(cluster: Cluster, pipeline_stages: int = 1) -> list[int]:
-    """How many ranks may share a copy of a pipeline stage: the ranks of 1, 2, 4, … hosts, or all."""
-    ranks = cluster.ranks // pipeline_stages
-    hosts = math.ceil(ranks / cluster.per_host)
-    sizes = [cluster.per_host << i for i in range(hosts.bit_length()) if hosts % 2**i == 0]
-    return sorted({min(size, ranks) for size in [*sizes, ranks]})
-
-
-def pipelines(config: GPTConfig, cluster: Cluster) -> list[int]:
-    """Possible numbers of pipeline stages: each has a layer, and takes whole hosts or an equal part of one."""
-    sizes = {n: cluster.ranks // n for n in range(1, config.n_layer + 1) if cluster.ranks % n == 0}
-    return [n for n, size in sizes.items() if size % cluster.per_host == 0 or cluster.per_host % size == 0]
+def layouts(config: GPTConfig, cluster: Cluster, batch_tokens: int) -> Iterator[Layout]:
+    """Ways to run such a step: each pipeline stage has a layer, and takes whole hosts or an equal part of one."""
+    for stages in range(1, config.n_layer + 1):
+        ranks = cluster.ranks // stages
+        if cluster.ranks % stages or (ranks % cluster.per_host and cluster.per_host % ranks):
+            continue
+        # A copy is shared by the ranks of 1, 2, 4, … hosts, or by all.
+        sizes = {min(cluster.per_host << i, ranks) for i in range(ranks.bit_length())}
+        sharing = [(0, 1)]
+        for zero_stage in (1, 2, 3) if stages == 1 else (1,):
+            sharing += [(zero_stage, size) for size in sorted(sizes) if ranks % size == 0]
+        rows = batch_tokens // (config.sequence_len * ranks)
+        micro_steps = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
+        for (zero_stage, shards), checkpointing, count in itertools.product(sharing, (False, True), micro_steps):
+            yield Layout(zero_stage, shards, rows // count, count, checkpointing, stages)
 
 
 def fastest_layout(
@@ -240,16 +243,7 @@ def fastest_layout(
 ) -> tuple[Layout, StepPlan] | None:
     """The layout with the fastest step that fits into the memory; None: nothing fits."""
     plans = []
-    for stages in pipelines(config, cluster):
-        rows = batch_tokens * stages // (config.sequence_len * cluster.ranks)
-        micro_steps = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
-        zero_stages = (1,) if stages > 1 else (1, 2, 3)
-        sharing = [(0, 1), *itertools.product(zero_stages, shard_sizes(cluster, stages))]
-        for (zero_stage, shards), checkpointing in itertools.product(sharing, (False, True)):
-            for count in micro_steps:
-                layout = Layout(zero_stage, shards, rows // count, count, checkpointing, stages)
-                if bytes_on_a_rank(config, cluster, layout, dtype) <= memory:
-                    plans.append((layout, plan_step(config, cluster, layout, rate, dtype, batch_tokens)))
-                    if stages == 1:  # more micro-steps send more often; in a pipeline they make the bubble smaller
-                        break
+    for layout in layouts(config, cluster, batch_tokens):
+        if bytes_on_a_rank(config, cluster, layout, dtype) <= memory:
+            plans.append((layout, plan_step(config, cluster, layout, rate, dtype, batch_tokens)))
     return min(plans, key=lambda plan: plan[1].seconds, default=None)

@@ -8,7 +8,6 @@ runs in its own process, which ends itself after TIMEOUT.
 """
 import dataclasses
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.recipe import LONG_RUN, Recipe
 from nanochat.optim.sharding import Sharding
 from nanochat.optim.zero import shard_model
+from nanochat.plan.memory import largest_rows
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import synchronize
@@ -79,11 +79,8 @@ def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Ten
 def try_steps(
     config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, checkpointing: bool = False,
     ranks: int = 1, micro_steps: int = 1,
-) -> list[float]:
-    """
-    Milliseconds of a training step with `rows` rows on each rank: as if nothing else ran on the processor, and as
-    measured. UserError, in one line, if it fails.
-    """
+) -> float:
+    """Milliseconds of a training step with `rows` rows on each rank. UserError, in one line, if it fails."""
     settings = [dataclasses.asdict(config), rows, str(dtype).removeprefix("torch."), device_type, compiled,
                 checkpointing, micro_steps]  # of `main`
     launcher = []
@@ -92,38 +89,41 @@ def try_steps(
     command = [sys.executable, "-m", *launcher, "nanochat.plan.step_trial", json.dumps(settings)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     if done.returncode == 0:
-        return [float(ms) for ms in done.stdout.split()[-2:]]
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return float(done.stdout.split()[-1])
+    lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]  # negative: the number of a signal
     # torchrun writes more after the error of a rank
     errors = [line for line in lines if "out of memory" in line or "SIGKILL" in line or line.startswith("error: ")]
     problem = (errors or lines)[-1].removeprefix("error: ")
-    if done.returncode < 0:
-        problem = f"the process was ended by {signal.Signals(-done.returncode).name}"
+    if done.returncode == -signal.SIGKILL:
+        problem = "out of memory: the system ended it"
     raise UserError(f"a training step with device_batch_size={rows} fails: {problem}")
 
 
-def rows_that_train(most: int, config: GPTConfig, *how, **settings) -> int:
+def rows_that_train(
+    most: int, config: GPTConfig, dtype: torch.dtype, device_type: str, compiled: bool, checkpointing: bool = False,
+    ranks: int = 1,
+) -> int:
     """
     The largest power of two of rows up to `most` with which training steps do not run out of memory here, by trial; 0:
-    none. Further arguments: see `try_steps`. UserError if a step fails for another reason.
+    none. UserError if a step fails for another reason.
     """
-    rows = 2 ** int(math.log2(most))
-    while rows:
+    def fit(rows: int) -> bool:
         try:
             # In the second micro-step the memory also holds the first one's gradients.
-            try_steps(config, rows, *how, **settings | {"micro_steps": 2})
-            return rows
+            try_steps(config, rows, dtype, device_type, compiled, checkpointing, ranks, micro_steps=2)
         except UserError as error:
             if "out of memory" not in str(error) and "SIGKILL" not in str(error):
                 raise
-        rows //= 2
-    return 0
+            return False
+        return True
+
+    return largest_rows(most, fit)
 
 
 def main(
     config: dict, rows: int, dtype: str, device_type: str, compiled: bool, checkpointing: bool, micro_steps: int
 ) -> None:
-    """Run STEPS steps; the first one compiles. Prints the fastest of the others, as `try_steps` returns it."""
+    """Run STEPS steps; the first one compiles. Prints the milliseconds of the fastest of the others."""
     _, _, device = compute_init(device_type)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -133,16 +133,13 @@ def main(
         GPTConfig(**config), getattr(torch, dtype), device, compiled=compiling)
     model.activation_checkpointing = checkpointing
     tokens = torch.randint(0, model.config.vocab_size, (rows, model.config.sequence_len + 1), device=device)
-    times, alone = [], []
+    times = []
     for _ in range(STEPS):
-        began, worked = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         train_step(model, sharding, optimizers, tokens, micro_steps)
         synchronize(device)
         times.append(time.perf_counter() - began)
-        # On a busy machine a step waits for a core, which says nothing about the model. This thread takes part in all
-        # work; while it waits for other threads it spins (GOMP_SPINCOUNT), then sleeps. A GPU is not shared like that.
-        alone.append(time.thread_time() - worked if device.type == "cpu" else times[-1])
-    print0(1000 * min(alone[1:]), 1000 * min(times[1:]))
+    print0(1000 * min(times[1:]))
     compute_cleanup()
 
 

@@ -1,4 +1,4 @@
-"""Markdown tables for reports, the doctor, the planner and measurements."""
+"""Markdown tables for reports, the planner and measurements."""
 from collections.abc import Sequence
 
 

@@ -10,7 +10,7 @@ from nanochat.runtime.files import base_dir
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
-# In the base folder: when each step of the speedrun began and ended; how many seconds scripts/choose_size.py expects.
+# In the base folder: when each step of the speedrun began and ended; how many seconds scripts/plan.py expects.
 STEPS_LOG, ESTIMATE = "once/steps.jsonl", "once/estimate.json"
 
 
