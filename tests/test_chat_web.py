@@ -633,7 +633,7 @@ def step_seconds(engine: Engine, **fields) -> float:
     asked = ChatRequest.parse(json.dumps(body).encode(), {"temperature": 1.0, "top_k": 0})
     request = asked.prepare(model, 10**4)
     reply = ChatReply(asked, model, request)
-    model.send = lambda request, item: reply.add(item)
+    model.send = lambda news: [reply.add(chunk) for _, chunk in news]
     model.add(request)
     seconds = []
     for _ in range(70):

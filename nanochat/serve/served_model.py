@@ -156,15 +156,16 @@ class ServedModel:
         """End this request. If the device is lost, the engine ends, too."""
         self.drop(request, range(request.size))
         if isinstance(error, UserError):
-            self.send(request, ApiError(400, str(error)))
+            self.send([(request, ApiError(400, str(error)))])
             return
         log_error("a request failed", error)
-        self.send(request, ApiError(500, "the model could not answer this request"))
+        self.send([(request, ApiError(500, "the model could not answer this request"))])
         # Raises after an error that a GPU does not recover from.
         self.engine.model.model.lm_head.weight[0, 0].item()
 
     def flush(self) -> None:
-        """Send all new tokens."""
+        """Send all new tokens. In one call: the event loop wakes once."""
+        news: list[tuple[Request, Chunk | ApiError]] = []
         for answer, place in list(self.answers.items()):
             request, index, sent = place.request, place.index, place.sent
             if answer.error:
@@ -176,11 +177,17 @@ class ServedModel:
             if request.echo_from and not sent:
                 start = request.echo_from[index // request.n]
                 logprobs = [] if request.sampling.logprobs is None else answer.prompt_logprobs[start:]
-                self.send(request, Chunk(index, answer.prompt[start:], logprobs, is_echo=True))
-            self.send(request, Chunk(index, answer.tokens[sent:], answer.logprobs[sent:], answer.finish_reason))
+                news.append((request, Chunk(index, answer.prompt[start:], logprobs, is_echo=True)))
+            chunk = Chunk(index, answer.tokens[sent:], answer.logprobs[sent:], answer.finish_reason)
+            news.append((request, chunk))
             place.sent = len(answer.tokens)
             if answer.finish_reason:
                 del self.answers[answer]
+        self.send(news)
 
-    def send(self, request: Request, item: Chunk | ApiError) -> None:
-        self.loop.call_soon_threadsafe(request.received.put_nowait, item)
+    def send(self, news: list[tuple[Request, Chunk | ApiError]]) -> None:
+        def deliver() -> None:
+            for request, item in news:
+                request.received.put_nowait(item)
+
+        self.loop.call_soon_threadsafe(deliver)
