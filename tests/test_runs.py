@@ -107,19 +107,6 @@ def test_what_a_page_mentions_exists(page):
     assert problems(text_of(page), page.parent) == []
 
 
-def test_a_program_that_left_is_in_the_commit_that_the_page_names():
-    def git(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True)
-
-    if git("rev-parse", "--is-shallow-repository").stdout != "false\n":
-        pytest.skip("the history is not here")
-    named = {(commit, module) for page in PAGES for commit, module in re.findall(MADE_AT, text_of(page))}
-    assert len(named) > 3
-    missing = [f"{commit}: {module}" for commit, module in named
-               if git("cat-file", "-e", f"{commit}:{module.replace('.', '/')}.py").returncode]
-    assert missing == []
-
-
 def test_text_that_a_formula_makes_is_what_it_makes(tmp_path):
     for block, formula in page_formulas.blocks().values():
         assert block.find()[1] == formula(), f"docs/{block.path.name}: {block.mark}"

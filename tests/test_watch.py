@@ -16,9 +16,7 @@ from test_ui import ALPHABET, CHROMIUM, Visit, browser, wait_until, write_model 
 
 from nanochat.serve import runs
 from nanochat.serve.runs import state
-from nanochat.training.records import ESTIMATE, STEPS_LOG
 from nanochat.training.run_report import write_section
-from scripts.once import once
 
 
 def write_run(base: Path, stage: str, tag: str, records: list, end: str = "\n") -> Path:
@@ -91,15 +89,6 @@ def test_a_damaged_log_and_results_of_other_models_are_left_out(base_folder):
     assert run["stages"]["base"]["samples"] == [(4, "x")]
 
 
-def test_the_steps_of_a_speedrun_are_noted(base_folder):
-    with pytest.raises(SystemExit):
-        once("bad", [], [], False, [sys.executable, "-c", "raise SystemExit(7)"])
-    once("good", [], [], False, [sys.executable, "-c", "import time; time.sleep(0.2)"])
-    bad, good = state()["steps"]
-    assert (bad["name"], bad["code"], good["name"], good["code"]) == ("bad", 7, "good", 0)
-    assert 0.2 < good["ended"] - good["began"] < time.time() - bad["began"]
-
-
 # Seconds that a speedrun is expected to take; a step of it that began `now` seconds ago; a training that is half done.
 EXPECTED = {"data": 10, "base-x": 100, "eval-x": 20, "rl-x": 70}
 DATA, BASE = {"name": "data", "began": 0, "ended": 10, "code": 0}, {"name": "base-x", "began": 10}
@@ -153,11 +142,6 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
         slider.focus()
         me.page.keyboard.press("Home")
         log = base_folder / "base_checkpoints" / "live" / "metrics.jsonl"
-        now = time.time()
-        (base_folder / ESTIMATE).parent.mkdir()
-        (base_folder / ESTIMATE).write_text('{"data": 9, "rest": 300, "rl-<b>other": 0}')
-        (base_folder / STEPS_LOG).write_text(json.dumps({"name": "data", "began": now - 9, "ended": now, "code": 0}))
-        me.page.get_by_text("Speedrun: last step data, done; 9 s in all, about 5 minutes left").wait_for()
         first = json.loads(log.read_text().split("\n")[0])
         assert first["step"] == 0
         said = slider.get_attribute("aria-valuetext")
@@ -167,14 +151,11 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
         me.page.get_by_role("checkbox", name="<b>other").check()
         assert me.page.get_by_role("article").count() == 2
         train.send_signal(signal.SIGTERM)
-        assert train.wait(60) in (0, 143)
+        train.wait(60)
         write_model(base_folder)
         me.page.get_by_role("link", name="Talk to it").click()
         me.ask("Hello")
         assert me.answers.inner_text() in ALPHABET and len(me.answers.inner_text()) > 500
-        me.page.get_by_role("link", name="Training").click()
-        me.page.locator("#dock").wait_for(state="hidden")
-        assert run.locator("h2").is_visible()
         me.leave()
     finally:
         for process in filter(None, (web, train)):
