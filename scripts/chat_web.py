@@ -75,8 +75,6 @@ url = f"http://{host}:{listener.getsockname()[1]}"
 if not api_key and host not in LOOPBACK:
     print0(f"warning: anyone who can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 
-*_, device = compute_init(device_type)
-
 
 def serve(stage: str, checkpoint: Path) -> ServedModel:
     tag = checkpoint.parent.name
@@ -84,6 +82,8 @@ def serve(stage: str, checkpoint: Path) -> ServedModel:
     if warning := never_looks_up(specs, library):
         print0(warning)
     tools = open_library(library, copying)
+    # Not earlier: while runs are only watched, a GPU is left to them.
+    *_, device = compute_init(device_type)
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     engine = Engine(model.eval().to(compute_dtype(dtype, device)), tokenizer, 2 * max_batch, tools=tools)
     examples = example_questions(specs, library=tools.library)
@@ -104,9 +104,9 @@ def newer() -> ServedModel | None:
     if not latest or latest[-1] in tried:
         return None
     tried.add(latest[-1])
-    *_, folder, tag, _ = latest[-1].parts
-    stage = folder.removesuffix("_checkpoints")
-    model = serve(stage, find_model(stage, tag))
+    folder = latest[-1].parent
+    stage = folder.parent.name.removesuffix("_checkpoints")
+    model = serve(stage, find_model(stage, folder.name))
     print0(f"serving {model.id}: chat with it at {url}")
     return model
 
@@ -115,12 +115,8 @@ models = []
 if not watch:
     sources = names(source)
     if source == "auto":
-        stage = latest_stage(model_tag)
-        sources = [stage]
-        about = ", a base model: it continues texts, and does not chat" if stage == "base" else ""
-        print0(f"the last stage of training was {stage}{about}")
-    if not sources or len(set(sources)) < len(sources):
-        raise UserError(f"source={source!r} must name one stage or several different ones, such as 'sft, rl'")
+        sources = [latest_stage(model_tag)]
+        print0(f"the last stage of training was {sources[0]}")
     models = [serve(stage, find_model(stage, model_tag, step)) for stage in sources]
 
 hosts = names(allowed_hosts)
@@ -129,8 +125,8 @@ if hosts or host in LOOPBACK:
     hosts.append(host)
 defaults = {"temperature": temperature, "top_k": top_k}
 app = create_app(models, max_new_tokens, defaults, api_key, hosts, newer if watch else None)
-shown = ", ".join(model.id for model in models) or f"the runs of {base_dir()}"
-print0(f"{url} {'shows' if watch else 'serves'} {shown}; Ctrl-C ends it")
+shown = f"shows the runs of {base_dir()}" if watch else f"serves {', '.join(model.id for model in models)}"
+print0(f"{url} {shown}; Ctrl-C ends it")
 Server(app, models).run(sockets=[listener])
 for model in models:
     if model.state == "dead":

@@ -123,45 +123,41 @@ class Api:
     """The endpoints that need the models."""
 
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
-        self.served = models
-        self.max_new_tokens, self.defaults = max_new_tokens, defaults
+        self.models, self.max_new_tokens, self.defaults = models, max_new_tokens, defaults
         self.compilers = asyncio.Semaphore(COMPILERS)
-
-    @property
-    def models(self) -> dict[str, ServedModel]:
-        return {model.id: model for model in self.served}
 
     async def health(self, http: HttpRequest) -> Response:
         """
         200 while every model can answer, however slowly. The body has each model's state (ready, slow or dead), and
         how many answers are running or waiting.
         """
-        models = self.served
-        is_ready = all(model.state == "ready" for model in models)
+        is_ready = all(model.state == "ready" for model in self.models)
         body = {
             "status": "ok" if is_ready else "unavailable",
-            "running": sum(model.running for model in models), "waiting": sum(model.waiting for model in models),
-            "models": {model.id: model.condition for model in models},
+            "running": sum(model.running for model in self.models),
+            "waiting": sum(model.waiting for model in self.models),
+            "models": {model.id: model.condition for model in self.models},
         }
         return JSONResponse(body, 200 if is_ready else 503)
 
     async def runs(self, http: HttpRequest) -> Response:
         """What the view of runs shows, and the models to talk to."""
         shown = await asyncio.to_thread(state)
-        body = to_json(shown | {"models": list(self.models)}, inf_nan_mode="null")
+        body = to_json(shown | {"models": [model.id for model in self.models]}, inf_nan_mode="null")
         return Response(body, media_type="application/json")
 
     async def list_models(self, http: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models.values()]})
+        return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models]})
 
     async def one_model(self, http: HttpRequest) -> Response:
         return JSONResponse(self.describe(self.find(http.path_params["id"])))
 
     def find(self, id: str) -> ServedModel:
-        if id not in self.models:
-            words = f"there is no model {id!r:.80}; this server has {', '.join(self.models) or 'none yet'}"
+        models = {model.id: model for model in self.models}
+        if id not in models:
+            words = f"there is no model {id!r:.80}; this server has {', '.join(models) or 'none yet'}"
             raise ApiError(404, words, "model_not_found", "model")
-        return self.models[id]
+        return models[id]
 
     def describe(self, model: ServedModel) -> Json:
         return {
