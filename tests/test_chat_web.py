@@ -353,7 +353,6 @@ def test_requests_that_are_none_leave_nothing_in_the_log(server):
     """400 for what is not HTTP, 421 for another's name. In HTTP/1.0, as load balancers ask, no name is needed."""
     requests = [(200, HEALTH), (200, b"GET /health HTTP/1.0\r\n\r\n"), (400, b"GET /health HTTP/1.1\r\n\r\n")]
     requests += [(421, HEALTH.replace(b"localhost", host)) for host in (b"evil.example", b"")]
-    requests += [(200, HEALTH.replace(b"localhost", host)) for host in (b"[::1]:8101", b"LOCALHOST.:80")]
     both = b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     requests += [(400, HEALTH[:-2] + both)]
     requests += [(400, data) for data in (b"\x16\x03\x01 no TLS here\r\n\r\n", HEALTH.replace(b"Host", b"Ho st"))]
@@ -462,25 +461,6 @@ def test_the_page_runs_its_own_scripts_only(server):
     assert "unsafe" not in policy and "default-src 'none'" in policy and "connect-src 'self'" in policy
 
 
-def test_a_base_model_behind_a_proxy(tmp_path):
-    """The last stage trained, which is said; messages are one text to continue. Another name is not answered to."""
-    model = writing_model()
-    server = Running(tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--max_batch=2")
-    try:
-        assert "the last stage of training was base" in server.log.read_text()
-        [listed] = server.client.models.list()
-        assert (listed.id, listed.chat) == ("tiny-base", False)
-        text = [TOKENIZER.get_bos_token_id(), *TOKENIZER.encode(f"Once\n\nupon\n\n{MARKER}")]
-        [expected] = Engine(model, TOKENIZER).generate([text], SamplingParams(20, temperature=0, tools=False))
-        answer = server.ask("Once", "upon", MARKER, model="tiny-base", max_tokens=20)
-        assert answer.choices[0].message.parts == to_parts(TOKENIZER, expected.tokens)
-        for status, name in ((200, "CHAT.example.org:80"), (200, "127.0.0.1:80"), (421, "evil.example:80")):
-            assert server.http.get("/v1/models", headers={"Host": name}).status_code == status
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
 def test_zz_sigterm_lets_answers_end_for_a_while(server):
     """One answer ends whole, and meanwhile nobody new gets in; after drain_s the others and the queue are told."""
     whole = server.ask(MARKER, max_tokens=30).choices[0].message.content
@@ -516,10 +496,10 @@ def test_zz_sigterm_lets_answers_end_for_a_while(server):
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: Engine):
+async def serving(engine: Engine, hosts: tuple = (), **settings):
     """A client of an application with a writing model, and the model."""
-    model = ServedModel("tiny-sft", engine)
-    app = create_app([model], 2000, {"temperature": 0.0, "top_k": 0})
+    model = ServedModel("tiny-sft", engine, **settings)
+    app = create_app([model], 2000, {"temperature": 0.0, "top_k": 0}, hosts=hosts)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
@@ -540,6 +520,22 @@ def pace(tmp_path):
 
 async def ask(client: httpx.AsyncClient, text: str, **changes) -> httpx.Response:
     return await client.post(CHAT, json={"model": "tiny-sft", "messages": chat(text), "max_tokens": 40} | changes)
+
+
+@run_async
+async def test_a_base_model_behind_a_proxy():
+    """Messages are one text to continue. Another name than the proxy's is not answered to."""
+    text = [TOKENIZER.get_bos_token_id(), *TOKENIZER.encode(f"Once\n\nupon\n\n{MARKER}")]
+    [expected] = make_engine().generate([text], SamplingParams(20, temperature=0, tools=False))
+    async with serving(make_engine(), ("Chat.example.org",), chats=False) as (client, _):
+        statuses = []
+        for host in ("CHAT.example.org:80", "127.0.0.1:80", "[::1]:80", "evil.example:80"):
+            body = {"model": "tiny-sft", "messages": chat("Once", "upon", MARKER), "max_tokens": 20}
+            answer = await client.post(CHAT, json=body, headers={"Host": host})
+            statuses.append(answer.status_code)
+            if answer.status_code == 200:
+                assert answer.json()["choices"][0]["message"]["parts"] == to_parts(TOKENIZER, expected.tokens)
+    assert statuses == [200, 200, 200, 421]
 
 
 @run_async
