@@ -40,9 +40,8 @@ data = data or trained_on
 if data is None:
     raise UserError(f"{checkpoint} was imported, and does not say what it was trained on; "
                     "set --data to the data set to measure on")
-origin = f"trained on {trained_on}" if trained_on else "imported"
 elsewhere = "" if data == trained_on else f", measured on {data}"
-name = f"step {meta['step']} of {checkpoint.parent.name}, {origin}{elsewhere}"
+name = f"step {meta['step']} of {checkpoint.parent.name}, trained on {trained_on or '?'}{elsewhere}"
 print0(f"model: {name}")
 
 # --- bits per byte on both splits of each data set, as in training: rows packed with documents

@@ -33,31 +33,26 @@ configure(globals())
 # accepted requests are answered, after a few seconds at the latest; Ctrl-C ends it at once. If an engine fails, the
 # server ends with exit code 1, so that a supervisor can start it again.
 import os
-import re
 import socket
-from functools import partial
 from pathlib import Path
 
 from nanochat.corpus.make_library import open_library
-from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.tools import open_tools
+from nanochat.inference.engine import Engine
 from nanochat.runtime.console import print0
+from nanochat.runtime.devices import compute_dtype
+from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.serve.app import create_app
 from nanochat.serve.gate import LOOPBACK
-from nanochat.serve.served_model import ServedModel, load_engine
+from nanochat.serve.served_model import ServedModel
 from nanochat.serve.server import Server
 from nanochat.tasks import example_questions, never_looks_up
-from nanochat.training.checkpoint import find_model, latest_stage, tasks_of
-from nanochat.training.records import STAGES, latest_checkpoint, read_meta
+from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
+from nanochat.training.records import STAGES, latest_checkpoint
 
 # Not a setting: the list of processes would show it.
 api_key = os.environ.get("NANOCHAT_API_KEY", "")
-names = re.compile(r"[^\s,]+").findall
-sources = names(source)
-if not sources or len(set(sources)) < len(sources):
-    raise UserError(f"source={source!r} must name one stage or several different ones, such as 'sft, rl'")
 
 # The port comes first: a conflict is known at once, and a model takes longer to load. Connections wait.
 try:
@@ -68,30 +63,28 @@ try:
 except OSError as error:
     reason = error.strerror.partition(" (")[0]
     raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host") from None
+url = f"http://{host}:{listener.getsockname()[1]}"
 
 if not api_key and host not in LOOPBACK:
     print0(f"warning: anyone who can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 
 
 def serve(stage: str, checkpoint: Path) -> ServedModel:
-    """A model, which its engine's thread loads when it starts."""
     tag = checkpoint.parent.name
     specs = tasks_of(stage, tag)
     if warning := never_looks_up(specs, library):
         print0(warning)
-    # The engine's own connection to the library is for its thread; this one tells where a passage comes from.
-    tools = open_library(library)
-    load = partial(load_engine, checkpoint, device_type, dtype, max_batch, open_tools(library, copying))
-    return ServedModel(
-        id=f"{tag}-{stage}",
-        tokenizer=Tokenizer.load(checkpoint),
-        context=read_meta(checkpoint)["model_config"]["sequence_len"],
-        max_batch=max_batch,
-        tools=tools,
-        make_engine=load,
-        chats=stage != "base",
-        examples=example_questions(specs, library=tools.library),
-    )
+    tools = open_library(library, copying)
+    # Not earlier: while runs are only watched, a GPU is left to them.
+    *_, device = compute_init(device_type)
+    model, tokenizer, _ = load_checkpoint(checkpoint, device)
+    engine = Engine(model.eval().to(compute_dtype(dtype, device)), tokenizer, 2 * max_batch, tools=tools)
+    examples = example_questions(specs, library=tools.library)
+    return ServedModel(f"{tag}-{stage}", engine, chats=stage != "base", examples=examples)
+
+
+def names(setting: str) -> list[str]:
+    return setting.replace(",", " ").split()
 
 
 tried: set[Path] = set()
@@ -99,24 +92,24 @@ tried: set[Path] = set()
 
 def newer() -> ServedModel | None:
     """The model of the last finished stage; None if there is none, or if it has been served already."""
-    latest = latest_checkpoint(STAGES[1:] if source == "auto" else sources, model_tag, only_finished=True)
+    stages = STAGES[1:] if source == "auto" else names(source)
+    latest = latest_checkpoint(stages, model_tag, only_finished=True)
     if latest is None or latest in tried:
         return None
     tried.add(latest)
-    *_, folder, tag, _ = latest.parts
-    stage = folder.removesuffix("_checkpoints")
-    model = serve(stage, find_model(stage, tag))
-    print0(f"loading {model.id}, to chat with it at {url}")
+    folder = latest.parent
+    stage = folder.parent.name.removesuffix("_checkpoints")
+    model = serve(stage, find_model(stage, folder.name))
+    print0(f"serving {model.id}: chat with it at {url}")
     return model
 
 
 models = []
 if not watch:
+    sources = names(source)
     if source == "auto":
-        stage = latest_stage(model_tag)
-        sources = [stage]
-        about = ", a base model: it continues texts, and does not chat" if stage == "base" else ""
-        print0(f"the last stage of training was {stage}{about}")
+        sources = [latest_stage(model_tag)]
+        print0(f"the last stage of training was {sources[0]}")
     models = [serve(stage, find_model(stage, model_tag, step)) for stage in sources]
 
 hosts = names(allowed_hosts)
@@ -125,9 +118,8 @@ if hosts or host in LOOPBACK:
     hosts.append(host)
 defaults = {"temperature": temperature, "top_k": top_k}
 app = create_app(models, max_new_tokens, defaults, api_key, hosts, newer if watch else None)
-url = f"http://{host}:{listener.getsockname()[1]}"
-shown = ", ".join(model.id for model in models) or f"the runs of {base_dir()}"
-print0(f"{url} {'shows' if watch else 'serves'} {shown}; Ctrl-C ends it")
+shown = f"shows the runs of {base_dir()}" if watch else f"serves {', '.join(model.id for model in models)}"
+print0(f"{url} {shown}; Ctrl-C ends it")
 Server(app, models).run(sockets=[listener])
 for model in models:
     if model.state == "dead":

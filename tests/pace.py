@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanochat.inference.engine import Engine
 from nanochat.serve import gate, served_model, server
-from nanochat.serve.served_model import load_engine
+from nanochat.serve.served_model import ServedModel
 
 
 class Pace:
@@ -58,13 +58,14 @@ def chat_web(file: Path, *args: str, **constants: float) -> tuple[list[str], dic
     return [sys.executable, "-m", "pace", *args], os.environ | settings
 
 
-def load_paced_engine(*args) -> Engine:
-    return Pace(Path(os.environ["PACE"])).slow_down(load_engine(*args))
+class PacedModel(ServedModel):
+    def __init__(self, id: str, engine: Engine, **settings):
+        super().__init__(id, Pace(Path(os.environ["PACE"])).slow_down(engine), **settings)
 
 
 if __name__ == "__main__":
-    served_model.load_engine = load_paced_engine
+    served_model.ServedModel = PacedModel
     for name, value in json.loads(os.environ["CONSTANTS"]).items():
-        [module] = [module for module in (gate, server, served_model) if hasattr(module, name)]
+        [module] = [module for module in (gate, server) if hasattr(module, name)]
         setattr(module, name, value)
     runpy.run_module("scripts.chat_web", run_name="__main__", alter_sys=True)

@@ -1,19 +1,15 @@
 """The chat server as its clients meet it: a real process, the official client, raw sockets; parts in this process."""
 import asyncio
-import codecs
 import contextlib
 import functools
 import itertools
 import json
 import math
-import os
 import random
 import re
-import runpy
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import types
@@ -37,14 +33,15 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.errors import UserError
 from nanochat.serve.app import create_app
-from nanochat.serve.openai_requests import MAX_BIASES, ChatRequest, CompletionRequest
+from nanochat.serve.openai_requests import ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError
-from nanochat.serve.served_model import Pending, ServedModel
-from nanochat.serve.server import PROBE_SECONDS
+from nanochat.serve.replies import ChatReply
+from nanochat.serve.served_model import ServedModel
+from nanochat.serve.server import PROBE_SECONDS, Server
 
 KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log
-MOST, QUEUE = 8, 56         # answers to one request, half of the places; answers that wait
+MOST = 8                    # answers to one request, half of the places
 DRAIN_SECONDS = 4
 CHAT = "/v1/chat/completions"
 ERROR = {"message", "type", "param", "code"}  # the fields of every error
@@ -141,7 +138,7 @@ class Running:
 def shared_server(tmp_path_factory):
     running = Running(
         tmp_path_factory.mktemp("server"), {"sft": writing_model(), "rl": talking_model()}, "--source=sft, rl",
-        f"--max_batch={MOST}", "--max_new_tokens=2000", MAX_QUEUE=QUEUE, MAX_BODY_BYTES=100_000,
+        f"--max_batch={MOST}", "--max_new_tokens=2000", MAX_BODY_BYTES=100_000,
         DRAIN_SECONDS=DRAIN_SECONDS)
     yield running
     running.process.kill()
@@ -174,9 +171,7 @@ def test_the_official_client_chats(server, engines):
     assert to_parts(TOKENIZER, expected.tokens) == SAID, "the model does what it was made for"
 
     ask = {"model": "tiny-rl", "messages": messages}
-    neutral = {"user": "me", "store": False, "presence_penalty": 0, "response_format": {"type": "text"},
-               "extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1}}
-    whole = server.ask(**ask, **neutral)
+    whole = server.ask(**ask, user="me", store=False, response_format={"type": "text"}, extra_body={"top_k": -1})
     [choice] = whole.choices
     assert (whole.object, whole.model, choice.finish_reason) == ("chat.completion", "tiny-rl", "stop")
     message = choice.message
@@ -186,13 +181,8 @@ def test_the_official_client_chats(server, engines):
 
     *chunks, last = server.ask(**ask, stream=True, stream_options={"include_usage": True})
     assert last.choices == [] and last.usage == usage
-    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     assert streamed(chunks) == CONTENT and "\ufffd" not in "".join(chunk.to_json() for chunk in chunks)
-    with server.client.chat.completions.stream(**ask, n=2) as helper:
-        for choice in helper.get_final_completion().choices:
-            assert choice.message.content == CONTENT, "what the helper puts together"
-
     # What was received can be sent back as it is, and is what the model wrote.
     again = server.ask(model="tiny-rl", messages=[*messages, choice.message, *chat("Go on")])
     sent = [*same, {"role": "assistant", "content": SAID}, *chat("Go on")]
@@ -296,65 +286,40 @@ def test_penalties_and_biases_are_the_engines(server, engines):
     assert (choice.message.content, choice.finish_reason) == (text_of(expected), expected.finish_reason)
 
 
-@pytest.mark.parametrize("words, settings", [
-    ("max_tokens: .*integer", {"max_tokens": "3"}), ("seed: .*integer", {"seed": 16.5}),
-    ("logit_bias: .*at most 1024", {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}),
-    ("needs logprobs=true", {"top_logprobs": 5}),
-    ("stop: .*at most 32", {"stop": ["x"] * 33}), ("logit_bias", {"logit_bias": {"268": 1}}),
-    *((f"{next(iter(asked))} is not supported", {"extra_body": asked}) for asked in (
-        {"best_of": 2}, {"modalities": ["text", "audio"]}, {"suffix": "x", "prompt": "x"},
-        {"truncation": "auto", "prompt": "x"})),
-    ("truncation", {"extra_body": {"truncation": "newest"}}),
-    (r"messages.1.role: .*'system', 'developer', 'user'",
-     {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
-    ("messages: .*at least 1", {"messages": []}), ("content must be a text or a list", {"messages": chat(None)}),
-    ("messages.0.content.0.type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
-    (r"This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens",
-     {"messages": chat("x" * 2045)}),
-    ("the tokens are 0 to 267", {"prompt": [1, 268]}), (f"takes at most {MOST}", {"n": MOST + 1}),
-    ("prompt.*: Input should be a valid string", {"prompt": 5}),
+@pytest.mark.parametrize("word, settings", [
+    ("integer", {"max_tokens": "x"}), ("fraction", {"seed": 16.5}), ("32", {"stop": ["x"] * 33}),
+    ("1024", {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}), ("267", {"logit_bias": {"268": 1}}),
+    ("not supported", {"extra_body": {"best_of": 2}}), ("not supported", {"extra_body": {"suffix": "x"}}),
+    ("'user'", {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
+    ("at least 1", {"messages": []}), ("content", {"messages": chat(None)}),
+    ("'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
+    ("maximum context length is 2048 tokens", {"messages": chat("x" * 2045)}),
+    ("267", {"prompt": [1, 268]}), ("string", {"prompt": 5}), (str(MOST), {"n": MOST + 1}),
 ])
-def test_what_is_wrong_with_a_request_is_said(server, words, settings):
-    is_completion = "prompt" in settings or "prompt" in settings.get("extra_body", {})
-    ask = functools.partial(server.client.completions.create, prompt="?") if is_completion else functools.partial(
+def test_what_is_wrong_with_a_request_is_said(server, word, settings):
+    ask = functools.partial(server.client.completions.create) if "prompt" in settings else functools.partial(
         server.ask, MARKER)
-    with pytest.raises(openai.BadRequestError, match=words) as caught:
+    with pytest.raises(openai.BadRequestError, match=word) as caught:
         ask(**{"model": "tiny-sft", "max_tokens": 3} | settings)
-    field = next(iter(settings.get("extra_body", settings)))
-    assert set(caught.value.body) == ERROR and caught.value.param.startswith(field)
-    assert (caught.value.code == "context_length_exceeded") == ("maximum context length" in words)
-    assert (caught.value.code == "unsupported_parameter") == (" is not" in words)
+    assert set(caught.value.body) == ERROR
+    assert caught.value.param.startswith(next(iter(settings.get("extra_body", settings))))
+    assert (caught.value.code == "context_length_exceeded") == ("maximum" in word)
 
 
-HINTS = [
+@pytest.mark.parametrize("hints", [
     {"modalities": ["text"], "verbosity": "low", "reasoning_effort": "none", "prediction": {"type": "content"},
      "chat_template_kwargs": {"enable_thinking": False}, "keep_alive": -1, "reasoning": {"effort": "low"},
-     "cache_prompt": True, "prompt_cache_retention": "24h", "max_tool_calls": 3},
-    {"repeat_penalty": 1.0, "typical_p": 1, "min_p": 0.0, "truncation": "disabled", "best_of": 1},
+     "repeat_penalty": 1.0, "min_p": 0.0, "best_of": 1, "stop": [f"</never {i}>" for i in range(20)],
+     "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
     {"max_tokens": 20.0, "seed": 1.0, "n": 1.0, "top_k": 0.0, "top_logprobs": 0.0},
-    {"truncation": "auto"}, {"stop": [f"</never {i}>" for i in range(20)]},
-    {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
-]
-
-
-@pytest.mark.parametrize("hints", HINTS, ids=lambda hints: next(iter(hints)))
+    {"truncation": "auto"}, {"max_tokens": None, "max_completion_tokens": 20},
+])
 def test_hints_change_no_answer(server, hints):
     plain = {"model": "tiny-sft", "messages": chat(MARKER), "temperature": 0, "max_tokens": 20}
     whole, hinted = (server.http.post(CHAT, json=plain | more) for more in ({}, hints))
     assert hinted.status_code == 200, hinted.text
     for name in ("choices", "usage"):
         assert hinted.json()[name] == whole.json()[name]
-
-
-def test_more_that_clients_send_of_themselves(server):
-    """A limit of -1 is the server's; best_of is n where it is no choice; a refusal is what the assistant said."""
-    assert server.ask("?", model="tiny-rl", max_tokens=-1).usage.completion_tokens > 20
-    two = server.client.completions.create(model="tiny-sft", prompt="x", max_tokens=3, n=2, best_of=2)
-    assert len(two.choices) == 2
-    content, refusal = (
-        server.ask(messages=[*chat("?"), {"role": "assistant"} | answer, *chat("And?")], max_tokens=3)
-        for answer in ({"content": "No."}, {"refusal": "No.", "content": None}))
-    assert (content.usage, content.choices) == (refusal.usage, refusal.choices)
 
 
 def test_truncation_leaves_out_the_oldest_turns(server):
@@ -367,26 +332,19 @@ def test_truncation_leaves_out_the_oldest_turns(server):
     same = post(json=plain | {"messages": system + turns[2:]}).json()
     assert cut["choices"] == same["choices"] and cut["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
     assert cut["forgotten"] == 2 and "forgotten" not in same
-    # The last question stays, with room for an answer or without.
-    longest = plain | {"messages": [*system, *turns[:-1], *chat("z" * 2030)], "truncation": "auto"}
-    answer = post(json=longest).json()
-    assert (answer["forgotten"], answer["choices"][0]["finish_reason"]) == (6, "length")
-    longest["messages"][-1]["content"] *= 2
-    assert post(json=longest).json()["error"]["code"] == "context_length_exceeded"
-    [first, *_] = server.ask(messages=turns, max_tokens=300, stream=True, extra_body={"truncation": "auto"})
-    assert first.forgotten == 2
+    longest = plain | {"messages": [*system, *turns[:-1], *chat("z" * 4060)], "truncation": "auto"}
+    assert post(json=longest).json()["error"]["code"] == "context_length_exceeded", "the last question stays"
 
 
 def test_keys_and_models_that_are_unknown(server):
-    server.ask("?")  # answered when the model is loaded
-    for key in ("wrong", KEY + "x"):
-        with pytest.raises(openai.AuthenticationError):
-            server.ask("?", client=server.client.with_options(api_key=key))
+    with pytest.raises(openai.AuthenticationError):
+        server.ask("?", client=server.client.with_options(api_key=KEY + "x"))
     for header in (b"", b"Basic " + KEY.encode(), b"Bearer cl\xe9"):
         assert server.http.get("/v1/models", headers={"Authorization": header}).status_code == 401
+    server.wait_until("running", 0)
     assert server.http.get("/health", headers={"Authorization": ""}).json() == {
         "status": "ok", "models": {"tiny-sft": "ready", "tiny-rl": "ready"}, "running": 0, "waiting": 0}
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt'; this server has tiny-sft, tiny-rl") as caught:
+    with pytest.raises(openai.NotFoundError, match="tiny-sft, tiny-rl") as caught:
         server.ask("?", model="gpt")
     assert caught.value.code == "model_not_found"
 
@@ -395,7 +353,6 @@ def test_requests_that_are_none_leave_nothing_in_the_log(server):
     """400 for what is not HTTP, 421 for another's name. In HTTP/1.0, as load balancers ask, no name is needed."""
     requests = [(200, HEALTH), (200, b"GET /health HTTP/1.0\r\n\r\n"), (400, b"GET /health HTTP/1.1\r\n\r\n")]
     requests += [(421, HEALTH.replace(b"localhost", host)) for host in (b"evil.example", b"")]
-    requests += [(200, HEALTH.replace(b"localhost", host)) for host in (b"[::1]:8101", b"localhost.", b"LOCALHOST:80")]
     both = b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     requests += [(400, HEALTH[:-2] + both)]
     requests += [(400, data) for data in (b"\x16\x03\x01 no TLS here\r\n\r\n", HEALTH.replace(b"Host", b"Ho st"))]
@@ -407,31 +364,26 @@ def test_requests_that_are_none_leave_nothing_in_the_log(server):
 
 
 def test_bodies_that_are_none(server):
-    """Wrong JSON, wrong kinds, too long bodies with and without a length: a status and OpenAI's shape each time."""
-    def post(content, kind: str = "application/json") -> httpx.Response:
-        return server.http.post(CHAT, content=content, headers={"Content-Type": kind})
+    """Wrong JSON, wrong kinds, too long, wrong in thousands of places: a status and OpenAI's shape each time."""
+    def post(content, **headers: str) -> httpx.Response:
+        return server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"} | headers)
 
-    bad_json = f'{{"model": "{MARKER}', "[" * 90000, "[]", b"\xff\xfe", "", '{"model": NaN}'
-    responses = [(400, post(content)) for content in bad_json]
-    body = json.dumps({"model": "tiny-sft", "messages": chat(MARKER), "max_tokens": 1}).encode()
-    halves = [MARKER.encode() + half for half in (rb" \ud83d", rb"\ude00", rb"\\\\\\ud83d\ud83d\ude00")]   # of an emoji
-    for content in (codecs.BOM_UTF8 + body, *(body.replace(MARKER.encode(), text) for text in halves)):
-        assert post(content).status_code == 200, content
-    huge = post(body[:-1] + b', "n": ' + b"9" * 4000 + b"}")
-    assert len(huge.content) < 300
-    responses.append((400, huge))
+    many = b'{"model":"tiny-sft","messages":[' + b"1," * 49_000 + b"1]}"
+    huge = b'{"model":"tiny-sft","messages":[],"n":' + b"9" * 4000 + b"}"
+    bad = [f'{{"model": "{MARKER}', "[" * 90000, "[]", b"\xff\xfe", "", '{"model": NaN}', many, huge]
+    responses = [(400, post(content)) for content in bad]
     responses += [(413, post("x" * 10**7)), (413, post(b"x" * 10**4 for _ in range(1000)))]
-    responses.append((415, post("", "text/plain")))
+    responses += [(415, post("", **{"Content-Type": "text/plain"}))]
     responses += [(404, server.http.get("/health/"))]   # not sent on to wherever Host says
-    responses += [(404, server.http.get("/nope")), (405, server.http.get(CHAT))]
-    zipped = server.http.post(CHAT, content=b"\x1f\x8b", headers={
-        "Content-Type": "application/json", "Content-Encoding": "gzip"})
-    none = server.http.post("/v1/embeddings", json={})
-    for response, words in ((zipped, ("compressed", "gzip")), (none, ("/v1/embeddings", CHAT, "/v1/responses"))):
-        assert all(word in response.json()["error"]["message"] for word in words), response.text
-    responses += [(415, zipped), (404, none)]
-    for status, response in responses:
+    responses += [(405, server.http.get(CHAT))]
+    zipped, none = post(b"\x1f\x8b", **{"Content-Encoding": "gzip"}), server.http.post("/v1/embeddings", json={})
+    assert "gzip" in zipped.json()["error"]["message"] and CHAT in none.json()["error"]["message"]
+    for status, response in [*responses, (415, zipped), (404, none)]:
         assert response.status_code == status and set(response.json()["error"]) == ERROR, response.text
+        assert len(response.content) < 1000
+    for top_k in (2**31, 2**63, 2**90):     # beyond any tensor
+        ask = {"model": "tiny-sft", "messages": chat("x"), "max_tokens": 3, "top_p": 0.9, "seed": -(2**90)}
+        assert server.http.post(CHAT, json=ask | {"top_k": top_k}).status_code in (200, 400)
 
 
 def test_32_streams_at_once_are_what_each_is_alone(server, engines):
@@ -452,20 +404,16 @@ def test_32_streams_at_once_are_what_each_is_alone(server, engines):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_goes_away_frees_the_places(server, stream):
-    """Clients have all places and the whole queue; when they go, streaming or not, the next is served."""
+    """Running and waiting; the next client is served."""
     everything = {"model": "tiny-sft", "messages": chat(MARKER), "n": MOST, "max_tokens": 2000, "stream": stream}
     body = json.dumps(everything).encode()
     server.pace.set(0.05)
     with contextlib.ExitStack() as stack:
-        for _ in range(2 + QUEUE // MOST):
+        for _ in range(5):
             stack.enter_context(server.connect(len(body))).sendall(body)
         server.wait_until("running", 2 * MOST)
-        server.pace.set(math.inf)
-        server.wait_until("waiting", QUEUE)
-        with pytest.raises(openai.RateLimitError) as caught:
-            server.ask(MARKER)
-        assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "rate_limit_exceeded"
-    server.pace.set(0.2)  # at which the clients' answers would last for half an hour
+        server.wait_until("waiting", 3 * MOST)
+    server.pace.set(0.2)  # at which the clients' answers would last for minutes
     server.wait_until("waiting", 0)
     server.wait_until("running", 0)
 
@@ -475,41 +423,23 @@ def test_who_only_stops_sending_gets_its_answer(server, stream):
     """As `nc -N` does, and some proxies. The answer takes longer than it takes to notice who has gone."""
     asked = {"model": "tiny-sft", "messages": chat(MARKER), "max_tokens": 20, "temperature": 0, "stream": stream}
     body = json.dumps(asked).encode()
-    whole = server.http.post(CHAT, json=asked | {"stream": False}).json()["choices"][0]["message"]["content"]
     server.pace.set(4 * PROBE_SECONDS / 20)
     with server.connect(len(body)) as raw:
         raw.sendall(body)
         raw.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: raw.recv(10**5), b""))
-    events = answer.partition(b"HTTP/1.1 200 OK")[2].partition(b"\r\n\r\n")[2]
-    said = events.split(b"data: ")[1:-1] if stream else [events]
-    found = [json.loads(one.partition(b"\n\n")[0])["choices"][0] for one in said if b'"choices"' in one]
-    parts = [one["delta"].get("content") or "" if stream else one["message"]["content"] for one in found]
-    assert whole and "".join(parts) == whole
+    _, _, answer = answer.partition(b"HTTP/1.1 200 OK")
+    assert answer.count(b'"finish_reason":"length"') == 1 and (b"[DONE]" in answer) == stream
 
 
 def test_one_request_leaves_places_for_others(server):
     """As many answers as a request may have, which take 36 seconds at least; another one is answered meanwhile."""
     server.pace.set(0.02)
-    with pytest.raises(openai.BadRequestError, match=f"at most {MOST}"):
-        server.ask(MARKER, n=MOST + 1)
     with server.ask(MARKER, max_tokens=1800, n=MOST, stream=True):
         server.wait_until("running", MOST)
         assert server.ask(MARKER, n=MOST, max_tokens=5).usage.completion_tokens == 5 * MOST
         assert server.load("running") == MOST
     server.wait_until("running", 0)
-
-
-def test_one_request_cannot_spoil_it_for_others(server):
-    """Numbers beyond any tensor, and bodies wrong in thousands of places."""
-    huge = {"model": "tiny-sft", "messages": chat("x"), "max_tokens": 3, "top_p": 0.9, "seed": -(2**90)}
-    for top_k in (2**31, 2**63, 2**90):
-        assert server.http.post(CHAT, json=huge | {"top_k": top_k}).status_code in (200, 400)
-    for start, end in ((b"", b""), (b'{"role":"user","content":[', b"]}")):
-        content = b'{"model":"tiny-sft","messages":[' + start + b"1," * 49_000 + b"1" + end + b"]}"
-        wrong = server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
-        assert wrong.status_code == 400 and len(wrong.content) < 1000
-    assert server.ask("hello", max_tokens=2).usage.completion_tokens == 2, "the engine goes on"
 
 
 def run_async(test):
@@ -526,51 +456,9 @@ async def until(condition) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_the_page_and_who_may_ask(server):
-    """The page runs its own scripts only; no other site may read an answer."""
-    origin = {"Origin": "https://elsewhere.example"}
-    page = server.http.get("/", headers=origin)
-    policy = page.headers["content-security-policy"]
-    assert page.status_code == 200 and "unsafe" not in policy
-    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
-    assert page.headers["x-content-type-options"] == "nosniff" and page.headers["cache-control"] == "no-store"
-    assert not any(name.startswith("access-control") for name in page.headers)
-
-
-def test_a_base_model_behind_a_proxy(tmp_path):
-    """The last stage trained, which is said; messages are one text to continue. Another name is not answered to."""
-    model = writing_model()
-    server = Running(tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--max_batch=2")
-    try:
-        assert "the last stage of training was base, a base model" in server.log.read_text()
-        [listed] = server.client.models.list()
-        assert (listed.id, listed.chat) == ("tiny-base", False)
-        text = [TOKENIZER.get_bos_token_id(), *TOKENIZER.encode(f"Once\n\nupon\n\n{MARKER}")]
-        [expected] = Engine(model, TOKENIZER).generate([text], SamplingParams(20, temperature=0, tools=False))
-        ask = {"model": "tiny-base", "max_tokens": 20}
-        answer = server.ask("Once", "upon", MARKER, **ask)
-        assert answer.choices[0].message.parts == to_parts(TOKENIZER, expected.tokens)
-        assert answer.usage.prompt_tokens == len(text)
-        names = "chat.example.org:80", "CHAT.example.org", "localhost", "127.0.0.1:80"
-        statuses = {name: server.http.get("/v1/models", headers={"Host": name}).status_code for name in names}
-        assert statuses == dict.fromkeys(names, 200)
-        refused = server.http.get("/v1/models", headers={"Host": "evil.example:80"})
-        words = "answers to chat.example.org, 127.0.0.1, localhost, ::1 only; --allowed_hosts=evil.example adds"
-        assert refused.status_code == 421 and words in refused.json()["error"]["message"]
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
-def test_a_server_ends_with_its_engine(tmp_path):
-    """With a line that says why, and code 1, so that a supervisor can start it again."""
-    write_checkpoint(tmp_path / "sft_checkpoints" / "tiny", writing_model())
-    env = os.environ | {"NANOCHAT_BASE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "scripts.chat_web", "--port=0", "--device_type=cuda"]
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    why, end = done.stderr.splitlines()
-    assert why.startswith("tiny-sft: device_type=cuda") and end.startswith("error: the engine of tiny-sft has failed")
+def test_the_page_runs_its_own_scripts_only(server):
+    policy = server.http.get("/").headers["content-security-policy"]
+    assert "unsafe" not in policy and "default-src 'none'" in policy and "connect-src 'self'" in policy
 
 
 def test_zz_sigterm_lets_answers_end_for_a_while(server):
@@ -604,29 +492,14 @@ def test_zz_sigterm_lets_answers_end_for_a_while(server):
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves tiny-sft, tiny-rl; Ctrl-C ends it\n", log), log
 
 
-@pytest.mark.parametrize("words, args", [
-    ("cannot listen on 127.0.0.1 port .*: Address already in use; choose", "--port=TAKEN"),
-    ("no model in", "--port=0"), ("0 models in .*sft_checkpoints", "--port=0 --source=sft"),
-    ("different ones", "--source=sft,sft"),
-])
-def test_settings_that_cannot_be(monkeypatch, words, args):
-    """A line each, before anything is served."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script's own goes with this test
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        args = args.replace("TAKEN", str(taken.getsockname()[1]))
-        monkeypatch.setattr(sys, "argv", ["chat_web", "--device_type=cpu", *args.split()])
-        with pytest.raises(UserError, match=words):
-            runpy.run_module("scripts.chat_web", run_name="__main__")
-
-
 # ---- The application in this process
 
 
 @contextlib.asynccontextmanager
-async def serving(make_engine):
+async def serving(engine: Engine, hosts: tuple = (), **settings):
     """A client of an application with a writing model, and the model."""
-    model = ServedModel("tiny-sft", make_engine, TOKENIZER, 2048, 2)
-    app = create_app([model], 2000, {"temperature": 0.0, "top_k": 0})
+    model = ServedModel("tiny-sft", engine, **settings)
+    app = create_app([model], 2000, {"temperature": 0.0, "top_k": 0}, hosts=hosts)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
@@ -634,7 +507,7 @@ async def serving(make_engine):
 
 
 def make_engine() -> Engine:
-    return Engine(writing_model(), TOKENIZER, max_batch=2)
+    return Engine(writing_model(), TOKENIZER, max_batch=4)
 
 
 @pytest.fixture
@@ -650,96 +523,90 @@ async def ask(client: httpx.AsyncClient, text: str, **changes) -> httpx.Response
 
 
 @run_async
-async def test_settings_that_no_engine_takes_are_named(capfd):
-    def refused() -> Engine:
-        raise UserError("device_type=cuda, but there is no GPU")
-
-    async with serving(refused) as (_, model):
-        await until(lambda: model.state == "dead")
-    assert capfd.readouterr().err == "tiny-sft: device_type=cuda, but there is no GPU\n"
+async def test_a_base_model_behind_a_proxy():
+    """Messages are one text to continue. Another name than the proxy's is not answered to."""
+    text = [TOKENIZER.get_bos_token_id(), *TOKENIZER.encode(f"Once\n\nupon\n\n{MARKER}")]
+    [expected] = make_engine().generate([text], SamplingParams(20, temperature=0, tools=False))
+    async with serving(make_engine(), ("Chat.example.org",), chats=False) as (client, _):
+        statuses = []
+        for host in ("CHAT.example.org:80", "127.0.0.1:80", "[::1]:80", "evil.example:80"):
+            body = {"model": "tiny-sft", "messages": chat("Once", "upon", MARKER), "max_tokens": 20}
+            answer = await client.post(CHAT, json=body, headers={"Host": host})
+            statuses.append(answer.status_code)
+            if answer.status_code == 200:
+                assert answer.json()["choices"][0]["message"]["parts"] == to_parts(TOKENIZER, expected.tokens)
+    assert statuses == [200, 200, 200, 421]
 
 
 @run_async
-async def test_a_new_model_replaces_the_others_once_it_is_loaded_and_one_that_fails_does_not(monkeypatch):
-    """Neither ends the server, which ends with a served model's last engine."""
-    def refused() -> Engine:
-        raise UserError("a damaged checkpoint")
-
+async def test_a_new_model_replaces_the_others_and_one_that_fails_does_not(monkeypatch):
     monkeypatch.setattr("nanochat.serve.app.LOOK_EVERY", 0.1)
-    models = [ServedModel(name, engine, TOKENIZER, 2048, 2)
-              for name, engine in (("old", make_engine), ("damaged", refused), ("new", make_engine))]
-    served, coming, seen = models[:1], iter(models[1:]), []
+    old, new = (ServedModel(name, make_engine()) for name in ("old", "new"))
+    served, seen = [old], []
 
     def newer() -> ServedModel | None:
         seen.append([model.id for model in served])
-        return next(coming, None)
+        if len(seen) == 1:
+            raise UserError("a damaged checkpoint")
+        return new if len(seen) == 2 else None
 
     app = create_app(served, 2000, {"temperature": 0.0, "top_k": 0}, newer=newer)
     async with app.router.lifespan_context(app):
-        await until(lambda: [model.id for model in served] == ["new"])
-        await until(lambda: models[0].state == "stopping" and not models[0].thread.is_alive())
-        assert models[1].state == "dead" and seen[:2] == [["old"], ["old"]] and models[2].state == "ready"
+        await until(lambda: served == [new])
+        await until(lambda: old.state == "stopping" and not old.thread.is_alive())
+        assert seen[:2] == [["old"], ["old"]] and new.state == "ready"
 
 
 @run_async
-async def test_one_request_fails_alone_and_a_lost_device_ends_the_engine(capfd, monkeypatch):
-    """A prompt that cannot be read; a step that fails after a first token; a device that is lost."""
-    broken, engines = threading.Event(), []
-    monkeypatch.setattr(nanochat.serve.served_model, "FLUSH_EVERY", 1000.0)
+async def test_one_request_fails_alone_and_a_lost_device_ends_the_engine(capfd):
+    """A prompt that cannot be read; a device that is lost, which ends the server."""
+    broken, engine = threading.Event(), make_engine()
+    read = engine.model.read
 
-    def make_fragile() -> Engine:
-        engine = make_engine()
-        read = engine.model.read
+    def fragile_read(tokens):
+        if broken.is_set() or any(part[2:5] == list(b"bad") for part in tokens):
+            raise RuntimeError(f"no memory for {MARKER}")
+        return read(tokens)
 
-        def fragile_read(tokens):
-            if broken.is_set() or any(part[2:5] == list(b"bad") for part in tokens):
-                raise RuntimeError(f"no memory for {MARKER}")
-            if engine.running[0].tokens and engine.running[0].sampling.max_tokens == 13:
-                raise RuntimeError(MARKER)
-            return read(tokens)
-
-        engine.model.read = fragile_read
-        engines.append(engine)
-        return engine
-
-    async with serving(make_fragile) as (client, model):
+    engine.model.read = fragile_read
+    async with serving(engine) as (client, model):
         expected = (await ask(client, "good")).json()["choices"]
-        bad, chunks = await ask(client, "bad", n=2), await ask(client, "bad", stream=True)
-        assert bad.status_code == chunks.status_code == 500 and bad.json()["error"]["type"] == "server_error"
-        chunks = await ask(client, "step", max_tokens=13, stream=True)
-        assert chunks.status_code == 200 and '"error":' in chunks.text and "[DONE]" not in chunks.text
-        assert (await ask(client, "good")).json()["choices"] == expected and not model.pending
-        assert (await client.get("/health")).status_code == 200
+        bad, events = await ask(client, "bad", n=2), (await ask(client, "bad", stream=True)).text
+        assert bad.status_code == 500 and bad.json()["error"]["type"] == "server_error"
+        assert '"error":' in events and "[DONE]" not in events
+        assert (await ask(client, "good")).json()["choices"] == expected and not model.answers
+        assert (await client.get("/health")).status_code == 200 and not await Server(None, [model]).on_tick(1)
         broken.set()
-        engines[0].model.model.lm_head.weight = None  # what cannot be read
+        engine.model.model.lm_head.weight = None  # what cannot be read
         assert (await ask(client, "good")).status_code == 500
         await until(lambda: model.state == "dead")
         health, after = await client.get("/health"), await ask(client, "good")
-        assert (health.status_code, health.json()["status"]) == (503, "unavailable") and after.status_code == 503
+        assert (health.status_code, after.status_code) == (503, 503) and await Server(None, [model]).on_tick(1)
     log = capfd.readouterr().err
     assert "RuntimeError" in log and "the engine of tiny-sft has failed" in log and MARKER not in log
 
 
 def step_seconds(engine: Engine, **fields) -> float:
     """
-    Of the processor, for a step that writes a token of each of 16 answers, with all that is done for their texts. The
-    fastest of ten: beside other tests, waiting threads spin.
+    Of the processor, for a step that writes a token of each of 16 answers, and turns it into text. The fastest of ten:
+    beside other tests, waiting threads spin.
     """
-    model = ServedModel("m", lambda: engine, engine.tokenizer, 2048, 16)
-    model.engine, model.state, model.send = engine, "ready", lambda batch: None
+    model = ServedModel("m", engine)
     body = {"model": "m", "messages": chat("?"), "n": 16, "max_tokens": 10**4} | fields
     asked = ChatRequest.parse(json.dumps(body).encode(), {"temperature": 1.0, "top_k": 0})
-    model.add(Pending(asked.prepare(model, 10**4), model))
-    for _ in range(60):
-        model.step()
+    request = asked.prepare(model, 10**4)
+    reply = ChatReply(asked, model, request)
+    model.send = lambda news: [reply.add(chunk) for _, chunk in news]
+    model.add(request)
     seconds = []
-    for _ in range(10):
+    for _ in range(70):
         started = time.process_time()
         model.step()
+        model.flush()
         seconds.append(time.process_time() - started)
     assert len(engine.running) == 16
     engine.clear()
-    return min(seconds)
+    return min(seconds[60:])
 
 
 def test_no_request_makes_a_step_much_dearer():
@@ -747,10 +614,10 @@ def test_no_request_makes_a_step_much_dearer():
     tokenizer = Tokenizer([bytes(pair) for pair in itertools.product(range(97, 157), repeat=2)])
     vocab_size = tokenizer.get_vocab_size()
     shape = GPTConfig(sequence_len=2048, vocab_size=vocab_size, n_layer=2, n_embd=64, n_head=4, n_kv_head=2)
-    engine = Engine(draw_weights(GPT(shape), 0.1), tokenizer, 16)
+    engine = Engine(draw_weights(GPT(shape), 0.1), tokenizer, 32)
     stops = {str(tokenizer.encode_special(name)): -100 for name in ("<|assistant_end|>", "<|bos|>")}
     plain = step_seconds(engine, logit_bias=stops)
-    biases = stops | {str(token): 1.5 for token in range(300, 300 + MAX_BIASES - len(stops))}
+    biases = stops | {str(token): 1.5 for token in range(300, 300 + 1024 - len(stops))}
     everything = step_seconds(
         engine, logit_bias=biases, presence_penalty=2, frequency_penalty=2, temperature=9, top_p=0.9999, top_k=10**9,
         seed=10**30, logprobs=True, top_logprobs=20, stop=[f"{'a' * 253}{number:03}" for number in range(16)])
@@ -758,9 +625,9 @@ def test_no_request_makes_a_step_much_dearer():
 
 
 @run_async
-async def test_health_says_that_an_engine_is_slow(monkeypatch, pace):
+async def test_health_says_that_an_engine_is_slow_and_an_end_is_told_at_once(monkeypatch, pace):
     monkeypatch.setattr(nanochat.serve.served_model, "SLOW_AFTER", 1)
-    async with serving(lambda: pace.slow_down(make_engine())) as (client, model):
+    async with serving(pace.slow_down(make_engine())) as (client, model):
         await ask(client, "?")
         await asyncio.sleep(1.5)
         assert model.condition == "ready", "an engine without requests is not slow"
@@ -769,61 +636,18 @@ async def test_health_says_that_an_engine_is_slow(monkeypatch, pace):
         await until(lambda: model.condition == "slow")
         health = await client.get("/health")
         assert (health.status_code, health.json()["models"]) == (200, {"tiny-sft": "slow"})
+        model.stop()
+        answer = await asyncio.wait_for(slow, 100)
+        assert answer.status_code == 503 and "stopping" in answer.text
         pace.set(0)
-        assert (await slow).status_code == 200
 
 
 def test_prompts_are_counted_before_they_are_encoded():
-    """A model without a tokenizer refuses them."""
-    model = ServedModel("m", None, None, 2048, 2)
+    """340,000 empty prompts would take 18 seconds. A model without a tokenizer refuses them."""
     body = json.dumps({"model": "m", "prompt": ["x"] * 2, "n": 2})
     asked = CompletionRequest.parse(body.encode(), {"temperature": 0.0, "top_k": 0})
-    with pytest.raises(ApiError, match="answers at once; this server takes at most"):
-        asked.prepare(model, 10)
-
-
-@run_async
-async def test_loading_and_limits_of_time(monkeypatch, pace):
-    """What waits for the model is answered when it is there; time that is over ends an answer, and a wait."""
-    loaded, passed = threading.Event(), 0.0
-    clock = types.SimpleNamespace(**vars(time) | {"monotonic": lambda: time.monotonic() + passed})  # the engine's
-    monkeypatch.setattr(nanochat.serve.served_model, "time", clock)
-
-    def make_late() -> Engine:
-        loaded.wait()
-        return pace.slow_down(make_engine())
-
-    monkeypatch.setattr(nanochat.serve.served_model, "TIMEOUT", 600)
-    async with serving(make_late) as (client, model):
-        health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
-        assert (health.status_code, health.json()["models"]) == (503, {"tiny-sft": "loading"})
-        await until(lambda: model.waiting == 1)
-        loaded.set()
-        assert (await early).status_code == 200
-        pace.set(0.05)
-        long = asyncio.create_task(ask(client, "long", max_tokens=2000, n=2))
-        await until(lambda: model.running == 2)
-        pace.set(math.inf)
-        waits = asyncio.create_task(ask(client, "waits", max_tokens=2000))
-        await until(lambda: model.waiting == 1)
-        passed += 600
-        pace.set(0)
-        long = (await long).json()
-        assert [choice["finish_reason"] for choice in long["choices"]] == ["length"] * 2
-        assert 2 <= long["usage"]["completion_tokens"] < 4000
-        waited = (await waits).json()
-        assert waited["choices"][0]["finish_reason"] == "length" and waited["usage"]["completion_tokens"] <= 1
-        passed = 0.0
-        assert not model.pending and (await ask(client, "late")).status_code == 200
-
-        # An end is told at once, even if the engine takes its time to go.
-        pace.set(math.inf)
-        running = asyncio.create_task(ask(client, "?"))
-        await until(lambda: model.running)
-        model.stop()
-        answer = await asyncio.wait_for(running, 100)
-        assert answer.status_code == 503 and "stopping" in answer.text
-        pace.set(0)
+    with pytest.raises(ApiError, match="at most 2"):
+        asked.prepare(types.SimpleNamespace(max_batch=2), 10)
 
 
 # ---- Stop strings

@@ -21,7 +21,6 @@ from test_engine import write_checkpoint
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.tasks import make_task
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
 expect = sync_api.expect
@@ -65,11 +64,11 @@ def pace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, pace):
-    """The address of a server with two places and no queue, which wants a key."""
+    """The address of a server with two places, which wants a key."""
     base = tmp_path_factory.mktemp("base")
     write_model(base)
     settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=1 --temperature=0"
-    command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}", MAX_QUEUE=0)
+    command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}")
     env |= {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True, env=env)
     try:
@@ -184,9 +183,6 @@ def wait_until(condition, page) -> None:
 def test_an_answer_streams_in_is_stopped_and_its_place_is_free(visit, server):
     """The text only grows, and is the model's; stopped it keeps what is there, and the server stops writing as well."""
     me = visit()
-    assert me.page.get_by_role("heading", name="Ask your own model.").is_visible() and me.button("Send").is_disabled()
-    me.draft.fill(" ")
-    assert me.button("Send").is_disabled()
     me.draft.fill("Go on!")
     me.button("Send").click()
     seen, deadline = [""], time.monotonic() + PATIENCE
@@ -197,9 +193,6 @@ def test_an_answer_streams_in_is_stopped_and_its_place_is_free(visit, server):
             assert text.startswith(seen[-1]) and ALPHABET.startswith(text)
             seen.append(text)
     assert me.draft.input_value() == "" and running(server) == 1
-    me.draft.fill("typed while it writes")
-    me.draft.press("Enter")
-    assert len(me.asked) == 1 and me.draft.input_value() == "typed while it writes"
     me.button("Stop").click()
     me.rest()
     wait_until(lambda: running(server) == 0, me.page)
@@ -207,7 +200,7 @@ def test_an_answer_streams_in_is_stopped_and_its_place_is_free(visit, server):
     assert text.startswith(seen[-1]) and ALPHABET.startswith(text) and len(text) < MAX_TOKENS
     assert "Stopped" in me.page.locator(".note").inner_text()
     me.page.wait_for_timeout(150)
-    assert me.answers.inner_text() == text and me.draft.input_value() == "typed while it writes"
+    assert me.answers.inner_text() == text
 
 
 def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
@@ -243,9 +236,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     assert me.page.locator("article").count() == 0
     examples = me.page.locator("#examples button")
     expect(examples).to_have_count(4)
-    for spec, count in (("tinyworld:identity", 2), ("arithmetic:easy", 1), ("run", 1)):  # in turn; of mid-training, too
-        held_out = {conversation["messages"][0]["content"] for conversation in make_task(spec, "test")}
-        assert len(held_out & set(examples.all_inner_texts())) == count, "with its line breaks"
     example = examples.first.inner_text()
     examples.first.click()
     me.rest()
@@ -262,10 +252,7 @@ def test_settings_reach_the_request_and_stay(visit):
     placeholders = [field.get_attribute("placeholder") for field in fields]
     assert placeholders == ["0", "50", str(MAX_TOKENS), "1", "random", "None"]
     assert me.page.get_by_label("Model").input_value() == "alphabet-sft"
-    fields[0].fill("7")
     me.button("Done").click()
-    assert me.page.locator("#settingsDialog").is_visible(), "7 is beyond what the field takes"
-    me.page.keyboard.press("Escape")
     me.limit(Temperature=0.25, **{"Top-k": 1, "Top-p": 0.5}, Seed=7, Max_tokens=5, System_prompt="Be brief.\nBe kind.")
     sampling = {"temperature": 0.25, "top_k": 1, "top_p": 0.5, "seed": 7, "max_tokens": 5}
     asked = {"model": "alphabet-sft", "stream": True, "stream_options": {"include_usage": True}, "truncation": "auto",
@@ -278,13 +265,6 @@ def test_settings_reach_the_request_and_stay(visit):
         assert messages[0] == {"role": "system", "content": "Be brief.\nBe kind."}
         assert me.answers.last.inner_text() == "abcde"
         me.page.reload()
-    me.button("Settings").click()
-    me.button("Defaults").click()
-    me.button("Done").click()
-    me.say("Hello")
-    me.page.keyboard.press("Escape")
-    assert not sampling.keys() & me.asked[-1].keys() and me.asked[-1]["messages"][0]["role"] == "user"
-
 
 def test_keyboard_alone(visit):
     """Enter sends, unless an input method is composing; Escape stops."""
@@ -304,17 +284,6 @@ def test_keyboard_alone(visit):
     keyboard.press("Escape")
     me.rest()
 
-    me.button("Edit").focus()
-    keyboard.press("Enter")
-    keyboard.press("Escape")
-    assert me.page.evaluate("document.activeElement.innerText") == "Edit" and me.page.locator(".question").count() == 1
-    keyboard.press("Enter")
-    keyboard.press("Control+End")
-    keyboard.type(" and a half")
-    keyboard.press("Enter")
-    keyboard.press("Escape")
-    me.rest()
-    assert me.asked[-1]["messages"][-1]["content"] == "Line one\nline two and a half"
     assert ALPHABET.startswith(me.page.get_by_role("status").inner_text()), "a screen reader hears the whole answer"
 
 
@@ -334,7 +303,7 @@ def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
 
 
 def test_inside_an_answer_are_the_model_s_own_probabilities(visit, server):
-    """By keyboard; the same numbers as the interface's. And the bar of the context, which a new chat empties."""
+    """By keyboard; the same numbers as the interface's. And the bar of the context."""
     me = visit()
     me.limit(Max_tokens=5)
     me.ask("Hi")
@@ -356,37 +325,7 @@ def test_inside_an_answer_are_the_model_s_own_probabilities(visit, server):
     values = [math.exp(top["logprob"]) for top in third["top_logprobs"]]
     shown = ["100%" if p >= 0.9995 else "<0.1%" if p < 0.0005 else f"{100 * p:.1f}%" for p in values]
     assert rows[0][0] == "c" and [row[-1] for row in rows] == shown
-    used = f"Context: {answer['usage']['total_tokens']} of 4,096 tokens"
-    assert me.page.locator("#contextText").inner_text() == used
-    me.button("Look inside").click()
-    assert tokens.count() == 0
-    me.button("New chat").click()
-    assert me.page.locator("#context").is_hidden()
-
-
-def test_calls_results_and_copies_are_told_apart(visit):
-    """A lookup's question, passage and quotation, with a character beyond 16 bits before them, and one that is free."""
-    call, passage, quoted = "lookup('the 🍷 cellar')", "Wine keeps.", "Wine keeps."
-    deltas = [{"part": {"type": "python", "text": call}}, {"part": {"type": "python_output", "text": passage}},
-              {"content": quoted}]
-    at = len(call)
-    texts = [(0, "<|python_start|>"), (0, "lookup"), (6, "('"), (8, "the 🍷"), (13, " cellar"), (20, "')"),
-             (at, "<|python_end|>"), (at, "<|output_start|>"), (at, "Wine keeps."), (at + 11, "<|output_end|>")]
-    entries = [{"token": text, "logprob": -0.5, "offset": offset, "top_logprobs": []} for offset, text in texts]
-    top = [{"token": "<b>", "logprob": -2.0}]
-    content = [{"token": "Wine", "logprob": -1.0, "offset": at + 11, "top_logprobs": top},
-               {"token": " keeps.", "logprob": -0.1, "offset": at + 15, "top_logprobs": []}]
-    me = visit()
-    answer = stream(*deltas, {"logprobs": {"content": content, "others": entries}})
-    me.page.route(CHAT, lambda route: route.fulfill(**answer))
-    me.ask("What is in the 🍷 cellar?")
-    me.button("Look inside").click()
-    tokens = me.page.locator(".tokens .token")
-    kinds = [box.get_attribute("class").split()[1] for box in tokens.all()]
-    assert kinds == "mark call call asked asked call mark read read read quoted quoted".split()
-    # The least probable one that the model wrote is open.
-    assert "Wine copied from the passage, probability 36.8%" in me.page.locator(".about").inner_text()
-    assert "<b>" in me.page.locator(".about").inner_text()
+    assert str(answer["usage"]["total_tokens"]) in me.page.locator("#contextText").inner_text()
 
 
 def test_whatever_is_written_is_text(visit):
@@ -413,23 +352,12 @@ def test_whatever_is_written_is_text(visit):
     assert me.answers.locator("ul > li").all_inner_texts() == [f"one {evil}", "two"]
     assert me.answers.locator("ul code").inner_text() == evil
     assert me.answers.locator("pre").inner_text() == f"{evil}\n**plain**" and me.answers.locator("ol > li").count() == 2
-    me.page.locator(".it").get_by_role("button", name="Copy", exact=True).click()
-    me.button("Copied").wait_for()
-    assert me.clipboard().startswith("[12 * <b>37 = 444] The **answer** is")
     me.button("Copy code").click()
     wait_until(lambda: me.clipboard() == f"{evil}\n**plain**", me.page)
 
-    me.page.unroute(CHAT)
-    me.say("Thanks")
-    expect(me.answers.last).to_have_text(re.compile("^abc"))  # the server takes its own parts back
-    sent = me.asked[1]["messages"][1]["content"]
-    assert [part["type"] for part in sent] == ["python", "python_output", "text", "python", "text", "python"]
-    assert sent[0]["text"] == "12 * <b>37" and sent[2]["text"] == deltas[4]["content"] + deltas[5]["content"]
-    me.button("Stop").click()
-
 
 def test_a_passage_unfolds_with_its_place(visit):
-    """By keyboard; what was not found is a box as of the calculator. The next request has the parts as they came."""
+    """By keyboard; what was not found is a box as of the calculator."""
     me = visit()
     source = {"title": "Cellar", "place": "wine.md:14"}
     passage = {"type": "python_output", "text": "Wine <b>keeps</b>", "source": source}
@@ -445,18 +373,12 @@ def test_a_passage_unfolds_with_its_place(visit):
     assert details.inner_text().split("\n") == [
         "looked up: Cellar", "lookup('cellar')", "Wine <b>keeps</b> cool.", "from wine.md:14"]
     assert me.answers.locator(".tool").all_inner_texts() == ["search('x')\n= nothing"]
-    me.page.unroute(CHAT)
-    me.reply({"part": passage})
-    me.ask("Thanks")
-    assert me.asked[1]["messages"][1]["content"][1] == passage | {"text": "Wine <b>keeps</b> cool."}
-    assert me.answers.last.inner_text() == "= Wine <b>keeps</b>", "without a call it is shown as well"
-    assert me.page.locator(".cursor").count() == 0
 
 
-def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
-    """A key that is wanted; all places taken; a stream that breaks."""
+def test_what_goes_wrong_is_said_and_can_be_repeated(visit):
+    """A key that is wanted; a stream that breaks."""
     me = visit(key="")
-    me.expected = ["401", "429", "400"]  # what the browser itself says about such answers
+    me.expected = ["401"]  # what the browser itself says about such answers
     error = me.page.locator(".error:visible")
     key = me.page.locator("input[type=password]")
     key.fill("guess")
@@ -473,20 +395,6 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     expect(error).to_have_count(0)
     me.rest()
 
-    others = [Visit(me.context.browser, server) for _ in range(2)]
-    for other in others:
-        other.say("I was here first")
-        expect(other.answers).to_have_text(re.compile("^abc"))
-    me.say("Is anybody there?")
-    expect(error).to_have_text(re.compile(r"All places are taken\. Try again in \d+ s\.Retry in \d+ s"))
-    for other in others:
-        other.button("Stop").click()
-        other.leave()
-    wait_until(lambda: running(server) == 0, me.page)
-    me.page.get_by_role("button", name="Retry").click()
-    expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
-    me.rest()
-
     me.button("New chat").click()
     failure = 'data: {"error": {"message": "the model could not answer this request"}}\n\n'
     me.reply({"content": "half an"}, end=failure)
@@ -498,8 +406,8 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
 
 def test_the_oldest_turns_leave_by_themselves(visit):
     """
-    The model reads as many turns as leave an answer room, and the page says so once; a question that is too long alone
-    is an error, which the next question replaces.
+    The model reads as many turns as leave an answer room; a question that is too long alone is an error, which the
+    next question replaces.
     """
     me = visit()
     me.expected = ["400"]  # what the browser itself says about such an answer
@@ -517,28 +425,13 @@ def test_the_oldest_turns_leave_by_themselves(visit):
         expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
         assert (read(), forgotten.count(), error.count()) == (questions, count, 0)
         assert me.asked[-1]["messages"][0]["role"] == "system" and me.asked[-1]["truncation"] == "auto"
-    below = me.page.locator(".turn").evaluate_all("(all) => all.map((one) => getComputedStyle(one, '::after').content)")
-    assert [words for words in below if "no longer reads" in words] == ['"The model no longer reads the turns above"']
-    me.page.reload()
-    assert forgotten.count() == 3
-
     me.ask("x" * CONTEXT)
     expect(error).to_have_text(re.compile(r"maximum context length is 4096 tokens.*Shorten the message, or the system"))
-    assert "Please reduce" not in error.inner_text(), "what helps is said once"
     error.get_by_role("button", name="Edit").click()
     expect(me.page.get_by_label("Edit message")).to_have_value("x" * CONTEXT)
     me.page.keyboard.press("Escape")
     me.ask("short")
     assert error.count() == 0 and [text[0] for text in me.questions()] == [*"abcdes"] and read() == "des"
-    me.button("Undo").click()
-    assert [text[0] for text in me.questions()] == [*"abcdex"]
-
-    # A body that is too long is sent again without its oldest turns.
-    refused = {"status": 413, "json": {"error": {"message": "the body is too long"}}}
-    me.expected.append("413")
-    me.page.route(CHAT, lambda route: route.fulfill(**refused), times=1)
-    me.ask("y")
-    assert forgotten.count() > 3 and read()[-1] == "y" and error.count() == 0
 
 
 def test_a_phone_in_the_dark(visit):
@@ -563,10 +456,10 @@ ANSWER = r"""# Sorting
 Two *usual* ways, ***merge*** sort and __quicksort__ (snake_case_name, .__next__(), 2 * 3 * 4, ~~never~~ \*); see
 [its page](https://example.org/sort_(a)) or https://example.org/a_b. Not [this](javascript:alert(1)).
 
-| Way | Best | Memory |
-|:--|:-:|--:|
-| merge \| both | $n \log n$ | **1,024** |
-| `quick` | fast |
+| Way | Memory |
+|:--|--:|
+| merge \| both | **1,024** |
+| `quick` |
 
 1. Split:
    - in two
@@ -583,46 +476,34 @@ Two *usual* ways, ***merge*** sort and __quicksort__ (snake_case_name, .__next__
 > Quoted
 > - here
 ---
-It costs $5 or $6, and \( x_{1}^2 = \frac{-b \pm \sqrt{b^2 - 4ac}}{2a} \le \alpha \).
-
-$$
-\sum_i i
-$$
 After """
 
-BLOCKS = "h3 p div ol blockquote hr p p p".split()
+BLOCKS = "h3 p div ol blockquote hr p".split()
 
 
-def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
-    """Tables, links, nested lists, quotations, code and formulas; the calculator's box stays in its place."""
+def test_markdown_is_shown_as_it_is_meant(visit):
+    """Tables, links, nested lists, quotations and code; the calculator's box stays in its place."""
     me = visit()
     box = [{"part": {"type": "python", "text": "1 + 1"}}, {"part": {"type": "python_output", "text": "2"}}]
     me.reply({"content": ANSWER}, *box, {"content": " that."})
     me.ask("Sort!")
     assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == BLOCKS
-    first, costs, formula, last = me.answers.locator("> p").all()
-    assert me.answers.locator("h3").inner_text() == "Sorting"
+    first, last = me.answers.locator("> p").all()
     assert first.inner_text().split("\n") == [
         "Two usual ways, merge sort and quicksort (snake_case_name, .__next__(), 2 * 3 * 4, never *); see",
         "its page or https://example.org/a_b. Not [this](javascript:alert(1))."]
     styled = [first.locator(tag).all_inner_texts() for tag in ("em", "strong", "s")]
     assert styled == [["usual", "merge"], ["merge", "quicksort"], ["never"]]
-    read = "(all) => all.map((one) => [one.textContent, one.href, one.target, one.rel])"
-    links = me.answers.locator("a").evaluate_all(read)
-    assert links == [["its page", "https://example.org/sort_(a)", "_blank", "noopener noreferrer"],
-                     ["https://example.org/a_b", "https://example.org/a_b", "_blank", "noopener noreferrer"]]
+    links = me.answers.locator("a").evaluate_all("(all) => all.map((one) => [one.href, one.rel])")
+    assert links == [[address, "noopener noreferrer"] for address in (
+        "https://example.org/sort_(a)", "https://example.org/a_b")]
     cells = [row.locator("th, td").all_inner_texts() for row in me.answers.locator("tr").all()]
-    assert cells == [["Way", "Best", "Memory"], ["merge | both", "n log n", "1,024"], ["quick", "fast"]]
+    assert cells == [["Way", "Memory"], ["merge | both", "1,024"], ["quick"]]
     levels = "", " > ul > li", " > ul > li > ol > li"
     assert [me.answers.locator(f"> ol > li{inner}").count() for inner in levels] == [3, 2, 1]
-    assert [me.answers.locator(path).inner_text() for path in ("ol ol li", "blockquote li")] == ["again", "here"]
-    assert me.answers.locator("figcaption span").all_inner_texts() == ["python"]
+    assert me.answers.locator("blockquote li").inner_text() == "here"
     assert me.answers.locator("li pre").text_content() == "def merge(a, b):\n    return a"
-    assert costs.text_content().replace("  ", " ") == "It costs $5 or $6, and x12 = (-b ± √(b2 - 4ac))/(2a) ≤ α."
-    assert costs.locator("sup").all_inner_texts() == ["2", "2"] and costs.locator("sub").all_inner_texts() == ["1"]
-    assert formula.inner_text().strip() == "∑i i" and last.text_content() == "After 1 + 1= 2 that."
-    me.button("Copy code").click()
-    wait_until(lambda: me.clipboard() == "def merge(a, b):\n    return a", me.page)
+    assert last.text_content() == "After 1 + 1= 2 that."
 
 
 def test_each_text_begins_at_its_languages_side(visit):
@@ -647,8 +528,6 @@ def test_each_text_begins_at_its_languages_side(visit):
     me.answers.locator("summary").click()
     texts = [me.page.locator(".question > div"), me.answers.get_by_text("Where is it?"),
              me.answers.locator("p", has_text=arabic).last, *me.answers.locator("q, li, td, th").all()]
-    me.button("Chats").click()
-    texts.append(me.page.locator("#chatList .open span").first)
     for text in texts:
         first, last, left, right, edge = text.evaluate(ends)
         content = text.inner_text()
@@ -656,49 +535,3 @@ def test_each_text_begins_at_its_languages_side(visit):
             assert last < first and right - edge < 20 < edge - left, content
         else:
             assert (first < last or len(content) == 1) and first - left < 20, content
-
-
-def test_past_chats_are_kept_opened_deleted_and_limited(visit):
-    """In this browser, for other tabs too; the newest first; what does not fit goes, the oldest first."""
-    me = visit()
-    me.limit(Max_tokens=5)
-    titles = me.page.locator("#chatList .open span:first-child")
-
-    def past() -> list[str]:
-        me.button("Chats").click()
-        texts = titles.all_inner_texts()
-        me.button("Close").click()
-        return texts
-
-    me.ask("One")
-    me.button("New chat").click()
-    me.ask("<b>Two</b>")
-    other = me.context.new_page()
-    other.goto(me.server)
-    other.get_by_label("Message", exact=True).fill("Three")
-    other.keyboard.press("Enter")
-    expect(other.locator(".body")).to_have_text("abcde")
-    other.close()
-    assert past() == ["Three", "<b>Two</b>", "One"]
-    me.button("Chats").click()
-    me.page.get_by_role("button", name=re.compile("^One")).click()
-    assert me.questions() == ["One"] and me.answers.all_inner_texts() == ["abcde"]
-    me.ask("More")
-    assert [message["content"] for message in me.asked[-1]["messages"] if message["role"] == "user"] == ["One", "More"]
-    assert past() == ["One", "Three", "<b>Two</b>"]
-
-    me.button("Chats").click()
-    me.button("Delete Three").click()
-    me.page.locator("#chatsDialog").get_by_role("button", name="Undo").click()
-    assert titles.all_inner_texts() == ["One", "Three", "<b>Two</b>"]
-    me.button("Delete One").click()  # the open one
-    assert me.page.locator("article").count() == 0
-    assert titles.all_inner_texts() == ["Three", "<b>Two</b>"]
-    me.button("Delete all").click()
-    assert titles.count() == 0
-    me.button("Close").click()
-
-    me.page.evaluate("""localStorage["nanochat.chats"] = JSON.stringify([...Array(60).keys()].map((i) => (
-        { id: i, at: i, forgotten: 0, turns: [{ question: `Question ${i}`, parts: [], note: "", error: null }] })))""")
-    me.ask("Newest")
-    assert past() == ["Newest", *(f"Question {i}" for i in range(59, 10, -1))]

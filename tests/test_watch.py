@@ -15,8 +15,7 @@ from test_base_train import TINY
 from test_ui import ALPHABET, CHROMIUM, Visit, browser, wait_until, write_model  # noqa: F401
 
 from nanochat.serve import runs
-from nanochat.serve.runs import Runs
-from nanochat.training.records import ESTIMATE, STEPS_LOG
+from nanochat.serve.runs import state
 from nanochat.training.run_report import write_section
 from scripts.once import once
 
@@ -32,32 +31,25 @@ def record(step: int, **values) -> dict:
     return {"step": step, "train/steps": 1000, "train/dt": 0.5, "train/loss": 8 / (1 + step), **values}
 
 
-def state(watched: Runs) -> dict:
-    """The state now, not of up to a second ago."""
-    watched.read_at = -runs.FRESH
-    return json.loads(watched.state(), parse_constant=pytest.fail)
-
-
 def test_a_log_is_read_as_it_grows_and_again_when_it_is_written_anew(base_folder):
     """Half a line counts once it is whole; a resumed run replaces the file; what is left is told by the median."""
     half = json.dumps(record(0))
     path = write_run(base_folder, "base", "d1", [{"step": 0, "val/bpb": 3.5, "val/floor": 0.5}, half[:20]], end="")
-    watched = Runs()
-    [run] = state(watched)["runs"]
-    assert run["tag"] == "d1" and run["stages"]["base"]["curves"] == {"val/bpb": [[0, 3.5]]}
+    [run] = state()["runs"]
+    assert run["tag"] == "d1" and run["stages"]["base"]["curves"] == {"val/bpb": [(0, 3.5)]}
     with open(path, "a") as file:
         lines = half[20:], json.dumps(record(1, **{"train/dt": 100.0})), json.dumps(record(2)), ""
         file.write("\n".join(lines))
-    stage = state(watched)["runs"][0]["stages"]["base"]
-    assert stage["curves"]["train/loss"] == [[0, 8], [1, 4], [2, 2.6667]] and stage["elapsed"] == 101
+    stage = state()["runs"][0]["stages"]["base"]
+    assert stage["curves"]["train/loss"] == [(0, 8), (1, 4), (2, 2.6667)] and stage["elapsed"] == 101
     assert (stage["step"], stage["steps"], stage["left"], stage["done"]) == (3, 1000, 0.5 * 997, False)
     assert stage["last"]["val/floor"] == 0.5
     aside = path.with_name("aside")
     aside.write_text(json.dumps(record(0)) + "\n")
     aside.replace(path)
-    assert state(watched)["runs"][0]["stages"]["base"]["curves"]["train/loss"] == [[0, 8]]
+    assert state()["runs"][0]["stages"]["base"]["curves"]["train/loss"] == [(0, 8)]
     path.unlink()
-    assert state(watched)["runs"] == []
+    assert state()["runs"] == []
 
 
 def test_runs_come_in_the_order_of_their_records(base_folder):
@@ -67,9 +59,8 @@ def test_runs_come_in_the_order_of_their_records(base_folder):
         records = [record(step, **({"time": now - age} if age else {})) for step, age in enumerate(ages)]
         write_run(base_folder, "base", tag, records)
     write_run(base_folder, "mid", "one", [record(0, time=now - 300)])
-    for age, path in enumerate(sorted(base_folder.rglob("*.jsonl"), reverse=True)):
-        os.utime(path, (now - 50 * age, now - 50 * age))
-    shown = state(Runs())["runs"]
+    os.utime(base_folder / "base_checkpoints" / "old" / "metrics.jsonl")
+    shown = state()["runs"]
     assert [run["tag"] for run in shown] == ["two", "one", "old"]
     ages = [stage["age"] for run in shown for stage in run["stages"].values()]
     assert ages[:3] == pytest.approx([7, 400, 300], abs=5) and ages[3] > 1e9
@@ -78,47 +69,31 @@ def test_runs_come_in_the_order_of_their_records(base_folder):
 def test_a_long_curve_is_the_mean_of_neighbours(base_folder, monkeypatch):
     monkeypatch.setattr(runs, "POINTS", 16)
     write_run(base_folder, "mid", "d1", [record(step) for step in range(100)])
-    shown = state(Runs())["runs"][0]["stages"]["mid"]
+    shown = state()["runs"][0]["stages"]["mid"]
     width = 7  # 100 points by sevens are fewer than 16, by sixes are not
-    expected = [[fmean(group), fmean(8 / (1 + step) for step in group)]
+    expected = [(fmean(group), fmean(8 / (1 + step) for step in group))
                 for group in (range(100)[start : start + width] for start in range(0, 100, width))]
-    assert sum(shown["curves"]["train/loss"], []) == pytest.approx(sum(expected, []), rel=1e-4)
+    assert sum(shown["curves"]["train/loss"], ()) == pytest.approx(sum(expected, ()), rel=1e-4)
     assert shown["step"] == 100
 
 
-def test_damaged_files_hurt_nobody(base_folder):
-    """Lines that are no records, numbers that are none, a pipe and a folder in the place of a log, odd sections."""
-    write_run(base_folder, "base", "<b>odd", [
-        "", "{", "[1]", "[" * 99_999, '{"step": 1e999}', '{"step": 1, "train/loss": NaN, "val/bpb": 1e999}',
-        f'{{"step": 2, "train/loss": 1{"0" * 400}}}', '{"step": "3", "train/loss": 1}',
-        '{"step": 4, "sample": "x"}', record(6)])
-    (base_folder / "mid_checkpoints" / "pipe").mkdir(parents=True)
-    os.mkfifo(base_folder / "mid_checkpoints" / "pipe" / "metrics.jsonl")
-    (base_folder / "mid_checkpoints" / "folder" / "metrics.jsonl").mkdir(parents=True)
-    sections = base_folder / "report" / "sections" / "data" / "<b>odd"
-    sections.mkdir(parents=True)
-    write_section("chat_eval_sft", "Chat", "", "sft", {"Lookup": "93.2%"}, data="data", model_tag="<b>odd")
-    (sections / "chat_eval_base.json").write_text('{"model": "base", "results": {"huge": 1e999}}')
-    (sections / "chat_eval_mid.json").write_text('{"model": "mid", "results": {"Lookup": NaN}}')
-    (sections / "base_eval.json").write_text("half of a sect")
-    steps = base_folder / "once" / "steps.jsonl"
-    steps.parent.mkdir()
-    steps.write_text('{"name": "a", "began": 1}\n{"name": "a", "began": 1, "ended": 3, "code": 0}\nhalf\n[1]\n')
+def test_a_damaged_log_and_results_of_other_models_are_left_out(base_folder):
+    write_run(base_folder, "base", "<b>odd", ['{"step": 1, "train/lo', {"step": 4, "sample": "x"}, record(6)])
+    for tag in ("<b>odd", "other"):
+        write_section("chat_eval_sft", "Chat", "", "sft", {"Lookup": f"93.2% {tag}"}, data="data", model_tag=tag)
     before = {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}
-    shown = state(Runs())
+    [run] = state()["runs"]
     assert before == {path: path.lstat().st_mtime_ns for path in base_folder.rglob("*")}, "nothing is written"
-    [run] = shown["runs"]
-    assert run["tag"] == "<b>odd" and run["results"] == {"Lookup": {"sft": "93.2%"}, "huge": {"base": None}}
-    assert run["stages"]["base"]["curves"] == {"train/loss": [[6, 1.1429]]}
-    assert run["stages"]["base"]["samples"] == [[4, "x"]]
-    assert shown["steps"] == [{"name": "a", "began": 1, "ended": 3, "code": 0}]
+    assert run["tag"] == "<b>odd" and run["results"] == {"Lookup": {"sft": "93.2% <b>odd"}}
+    assert run["stages"]["base"]["curves"] == {"train/loss": [(6, 1.1429)]}
+    assert run["stages"]["base"]["samples"] == [(4, "x")]
 
 
 def test_the_steps_of_a_speedrun_are_noted(base_folder):
     with pytest.raises(SystemExit):
         once("bad", [], [], [sys.executable, "-c", "raise SystemExit(7)"])
     once("good", [], [], [sys.executable, "-c", "import time; time.sleep(0.2)"])
-    bad, good = state(Runs())["steps"]
+    bad, good = state()["steps"]
     assert (bad["name"], bad["code"], good["name"], good["code"]) == ("bad", 7, "good", 0)
     assert 0.2 < good["ended"] - good["began"] < time.time() - bad["began"]
 
@@ -131,19 +106,12 @@ HALF = {"step": 50, "steps": 100, "elapsed": 60, "left": 60, "age": 1}
 
 @pytest.mark.parametrize("steps, now, training, left", [
     ([DATA], 10, None, 190),
-    ([DATA, BASE], 40, None, 160),                                              # before its first step: the estimate
-    ([DATA, BASE], 40, HALF | {"age": 99}, 160),                                # that of an older run
-    ([DATA, BASE], 40, HALF | {"step": 9, "elapsed": 9}, 160),                                # too few steps
+    ([DATA, BASE], 40, HALF | {"age": 99}, 160),                                # before its first step: the estimate
     ([DATA, BASE], 90, HALF, 60 + 90 * (60 + 10 + 140) / (60 + 10 + 100)),      # by its own steps; the others as it
-    ([DATA, BASE], 90, HALF | {"left": 999}, 60 + 90 * 210 / 170),              # slow now, but not all the time
     ([DATA, BASE | {"began": 80}], 90, HALF, 60 + 90 * (70 + 120) / 170),       # it goes on: half was done before
-    ([DATA, BASE | {"ended": 210, "code": 0}], 210, HALF, 90 * 270 / 170),
     ([DATA, BASE | {"ended": 20, "code": 1}], 20, None, None),
     ([DATA, BASE], 200, HALF | {"age": 150}, None),                             # silent
-    ([DATA, {"name": "eval-x", "began": 10}], 140, None, None),                 # far more than expected
     ([DATA, {"name": "other", "began": 10}], 20, None, None),
-    ([DATA, {"name": "rl-x", "began": 10, "ended": 99, "code": 0}], 99, None, None),
-    ([DATA | {"began": "?"}], 10, None, None), ([], 10, None, None),
 ])
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH: apt install chromium")
 def test_how_long_the_whole_run_still_takes(browser, steps, now, training, left):  # noqa: F811
@@ -183,34 +151,20 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
         slider.focus()
         me.page.keyboard.press("Home")
         log = base_folder / "base_checkpoints" / "live" / "metrics.jsonl"
-        now = time.time()
-        (base_folder / ESTIMATE).parent.mkdir()
-        (base_folder / ESTIMATE).write_text('{"data": 9, "rest": 300, "rl-<b>other": 0}')
-        (base_folder / STEPS_LOG).write_text(json.dumps({"name": "data", "began": now - 9, "ended": now, "code": 0}))
-        me.page.get_by_text("Speedrun: last step data, done; 9 s in all, about 5 minutes left").wait_for()
         first = json.loads(log.read_text().split("\n")[0])
         assert first["step"] == 0
         said = slider.get_attribute("aria-valuetext")
         [words, value] = re.fullmatch(r"(step 0): ([\d.]+) bits per byte", said).groups()
         assert float(value) == float(f"{first['val/bpb']:.3g}")
-        me.page.wait_for_timeout(2500)
-        assert slider.get_attribute("aria-valuetext").startswith(words), "an update leaves the cursor where it is"
         assert me.page.evaluate("document.documentElement.scrollWidth") <= 375
-
         me.page.get_by_role("checkbox", name="<b>other").check()
         assert me.page.get_by_role("article").count() == 2
-        stages = [article.get_by_role("group", name="Stages").get_by_role("button") for article in (
-            run, me.page.get_by_role("article", name="<b>other"))]
-        assert [stage.count() for stage in stages] == [4, 1], "of the speedrun's model only the stages that it has"
         train.send_signal(signal.SIGTERM)
-        assert train.wait(60) in (0, 143)
+        train.wait(60)
         write_model(base_folder)
         me.page.get_by_role("link", name="Talk to it").click()
         me.ask("Hello")
         assert me.answers.inner_text() in ALPHABET and len(me.answers.inner_text()) > 500
-        me.page.get_by_role("link", name="Training").click()
-        me.page.locator("#dock").wait_for(state="hidden")
-        assert run.locator("h2").is_visible()
         me.leave()
     finally:
         for process in filter(None, (web, train)):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,11 +27,11 @@ from nanochat.runtime.console import log_error
 from nanochat.runtime.errors import UserError
 from nanochat.serve.gate import Gate, read_body, show_error
 from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
-from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json
+from nanochat.serve.protocol import ApiError, Json, Request
 from nanochat.serve.replies import ChatReply, Reply
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
-from nanochat.serve.runs import Runs
-from nanochat.serve.served_model import Pending, ServedModel
+from nanochat.serve.runs import state
+from nanochat.serve.served_model import ServedModel
 from nanochat.serve.structured import compile_grammar
 
 # Grammars that are compiled at once: each takes one of the few threads that also parse requests, for seconds at most.
@@ -52,15 +53,9 @@ def create_app(
     given, runs of the base folder are shown, and each model that it returns replaces the others in `models`.
     """
     api = Api(models, max_new_tokens, defaults)
-    runs = Runs(models)
-
-    async def show_runs(http: HttpRequest) -> Response:
-        return Response(await asyncio.to_thread(runs.state), media_type="application/json")
-
-    watched = [Route("/runs", show_runs)] if newer else []
     routes = [
         Route("/", partial(page, bool(newer))),
-        *watched,
+        *([Route("/runs", api.runs)] if newer else []),
         Route("/health", api.health),
         Route("/v1/models", api.list_models),
         Route("/v1/models/{id}", api.one_model),
@@ -74,14 +69,14 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         for model in models:
             model.start()
+        # The event loop itself keeps no reference to a task.
         following = asyncio.create_task(follow(models, newer)) if newer else None
         yield
         if following:
             following.cancel()
         for model in models:
             model.stop()
-        for model in models:
-            await asyncio.to_thread(model.thread.join, 10)
+            model.thread.join(10)
 
     handlers = {HTTPException: show_error}
     app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
@@ -91,31 +86,19 @@ def create_app(
 
 
 async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | None]) -> None:
-    """
-    Serve each new model once it is loaded, and stop the others once their answers have ended. A model that does not
-    load changes nothing; its thread has printed why.
-    """
+    """Serve each new model, and stop the others once their answers have ended."""
     while True:
         await asyncio.sleep(LOOK_EVERY)
-        model = None
         try:
             model = await asyncio.to_thread(newer)
         # For example a damaged checkpoint. The runs can still be watched.
         except Exception as error:
             log_error("no new model", error)
+            continue
         if model is None:
             continue
         model.start()
-        try:
-            while model.state == "loading":
-                await asyncio.sleep(LOOK_EVERY / 10)
-            if model.state == "dead":
-                continue
-            models.append(model)
-        finally:
-            # Also if the server ends meanwhile.
-            if model not in models:
-                model.stop()
+        models.append(model)
         for old in models[:-1]:
             while old.running or old.waiting:
                 await asyncio.sleep(LOOK_EVERY / 10)
@@ -140,40 +123,41 @@ class Api:
     """The endpoints that need the models."""
 
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
-        self.served = models
-        self.max_new_tokens, self.defaults = max_new_tokens, defaults
+        self.models, self.max_new_tokens, self.defaults = models, max_new_tokens, defaults
         self.compilers = asyncio.Semaphore(COMPILERS)
-
-    @property
-    def models(self) -> dict[str, ServedModel]:
-        return {model.id: model for model in self.served}
 
     async def health(self, http: HttpRequest) -> Response:
         """
-        200 while every model can answer, however slowly. The body has each model's state (loading, ready, slow or
-        dead), and how many answers are running or waiting.
+        200 while every model can answer, however slowly. The body has each model's state (ready, slow or dead), and
+        how many answers are running or waiting.
         """
-        models = self.models.values()
-        states = {model.id: model.condition for model in models}
-        ready = all(state in ("ready", "slow") for state in states.values())
+        is_ready = all(model.state == "ready" for model in self.models)
         body = {
-            "status": "ok" if ready else "unavailable",
-            "running": sum(model.running for model in models), "waiting": sum(model.waiting for model in models),
-            "models": states,
+            "status": "ok" if is_ready else "unavailable",
+            "running": sum(model.running for model in self.models),
+            "waiting": sum(model.waiting for model in self.models),
+            "models": {model.id: model.condition for model in self.models},
         }
-        return JSONResponse(body, 200 if ready else 503)
+        return JSONResponse(body, 200 if is_ready else 503)
+
+    async def runs(self, http: HttpRequest) -> Response:
+        """What the view of runs shows, and the models to talk to."""
+        shown = await asyncio.to_thread(state)
+        body = to_json(shown | {"models": [model.id for model in self.models]}, inf_nan_mode="null")
+        return Response(body, media_type="application/json")
 
     async def list_models(self, http: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models.values()]})
+        return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models]})
 
     async def one_model(self, http: HttpRequest) -> Response:
         return JSONResponse(self.describe(self.find(http.path_params["id"])))
 
     def find(self, id: str) -> ServedModel:
-        if id not in self.models:
-            words = f"there is no model {id!r:.80}; this server has {', '.join(self.models) or 'none yet'}"
+        models = {model.id: model for model in self.models}
+        if id not in models:
+            words = f"there is no model {id!r:.80}; this server has {', '.join(models) or 'none yet'}"
             raise ApiError(404, words, "model_not_found", "model")
-        return self.models[id]
+        return models[id]
 
     def describe(self, model: ServedModel) -> Json:
         return {
@@ -186,9 +170,7 @@ class Api:
         """An engine's answer, as JSON or as a stream. When the client disconnects, the work ends."""
         body = await read_body(http)
         # Threads do the parsing: a megabyte takes up to a second. Meanwhile the event loop passes on others' tokens.
-        asked = await asyncio.to_thread(kind.parse, body, self.defaults)
-        model = self.find(asked.model)
-        request = await asyncio.to_thread(asked.prepare, model, self.max_new_tokens)
+        asked, model, request = await asyncio.to_thread(self.read, kind, body)
         if expression := asked.grammar(model.tokenizer):
             try:
                 async with self.compilers:
@@ -197,28 +179,24 @@ class Api:
                 raise ApiError(400, str(error)) from None
             request.sampling = replace(request.sampling, grammar=grammar)
         reply = make_reply(asked, model, request)
-        pending = model.submit(request)
-        pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
-        chunks = pending.chunks()
-        if not asked.stream:
-            async for chunk in chunks:
-                reply.add(chunk)
-            # Thousands of log-probabilities take seconds.
-            return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
-        # An error before the first chunk still gets its own HTTP status.
-        first = await anext(chunks)
-        events = reply.events(joined(first, chunks))
-        return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
+        model.submit(request)
+        request.watcher = asyncio.create_task(cancel_at_the_end(http, request))
+        if asked.stream:
+            events = reply.events(request.chunks())
+            return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
+        async for chunk in request.chunks():
+            reply.add(chunk)
+        # Thousands of log-probabilities take seconds.
+        return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
+
+    def read(self, kind: type[BaseRequest], body: bytes) -> tuple[BaseRequest, ServedModel, Request]:
+        asked = kind.parse(body, self.defaults)
+        model = self.find(asked.model)
+        return asked, model, asked.prepare(model, self.max_new_tokens)
 
 
-async def joined(first: Chunk, later: Chunks) -> Chunks:
-    yield first
-    async for chunk in later:
-        yield chunk
-
-
-async def cancel_at_the_end(http: HttpRequest, pending: Pending) -> None:
+async def cancel_at_the_end(http: HttpRequest, request: Request) -> None:
     """Cancel the rest of a request when its client disconnects, or when the response is complete."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
-    pending.end(ApiError(499, "the client has disconnected"))
+    request.end(ApiError(499, "the client has disconnected"))

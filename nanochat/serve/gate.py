@@ -1,7 +1,7 @@
 """Checks around every request: who may ask, how long the body is; and errors in OpenAI's shape."""
 import hmac
 import re
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -19,22 +19,13 @@ LOOPBACK = "127.0.0.1", "localhost", "::1"
 OPEN_PATHS = "/", "/health"
 
 
-def bare(host: str) -> str:
-    """The name in a Host header or a setting, without a port, an IPv6 address's brackets or a final dot."""
-    host = host.lower()
-    if host.count(":") < 2 or host.startswith("["):
-        host = re.sub(r":\d+$", "", host).strip("[]").rstrip(".")
-    return host
-
-
 async def read_body(http: HttpRequest) -> bytes:
     """The body; hardly more than MAX_BODY_BYTES are ever in memory. ApiError if it is too long or not JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Browsers let any page post other types to any address without a preflight request.
     if kind != "application/json":
         raise ApiError(415, "the body must be JSON: Content-Type: application/json")
-    encoding = http.headers.get("content-encoding", "identity").lower()
-    if encoding != "identity":
+    if encoding := http.headers.get("content-encoding"):
         raise ApiError(415, f"compressed bodies are not read: send it without Content-Encoding: {encoding:.80}")
     body = bytearray()
     try:
@@ -64,10 +55,10 @@ class Gate:
     error happened, without users' words.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str, hosts: Collection[str]):
+    def __init__(self, app: ASGIApp, api_key: str, hosts: Sequence[str]):
         """hosts: names that the server answers to, besides those of this machine; none: any name."""
         self.app, self.api_key = app, api_key
-        self.hosts = list(dict.fromkeys(map(bare, (*hosts, *LOOPBACK)))) if hosts else []
+        self.hosts = [*map(str.lower, hosts), *LOOPBACK] if hosts else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,19 +85,18 @@ class Gate:
 
     def check(self, path: str, headers: Headers) -> None:
         """ApiError for a wrong key or host, or a body with two lengths."""
-        host = bare(headers.get("host", ""))
+        # Without a port, an IPv6 address's brackets and a final dot.
+        host = re.sub(r":\d+$", "", headers.get("host", "").lower()).strip("[]").rstrip(".")
         # A web page may point its own name at 127.0.0.1 (DNS rebinding), but then the browser sends that name.
         # Load balancers, which ask for /health in HTTP/1.0, need not send a name.
         if self.hosts and "host" in headers and host not in self.hosts:
             words = f"this server answers to {', '.join(self.hosts)} only; --allowed_hosts={host:.80} adds a name"
             raise ApiError(421, words)
-        # A proxy may believe the other length (request smuggling).
+        # A proxy may believe the other length, and take the rest of the body for another client's request.
         if "transfer-encoding" in headers and "content-length" in headers:
-            words = "a request has Content-Length or Transfer-Encoding, not both"
-            raise ApiError(400, words, headers={"Connection": "close"})
+            raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both")
         sent = headers.get("authorization", "").encode("latin-1")
         # Takes the same time for every wrong key.
         is_right = hmac.compare_digest(sent, f"Bearer {self.api_key}".encode())
         if self.api_key and path not in OPEN_PATHS and not is_right:
-            words = "this server asks for its key: Authorization: Bearer KEY"
-            raise ApiError(401, words, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise ApiError(401, "this server asks for its key: Authorization: Bearer KEY", "invalid_api_key")

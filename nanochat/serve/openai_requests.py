@@ -29,17 +29,24 @@ its form is complete, the answer does not fit the form.
 
 The Responses interface stores nothing: every request brings its whole conversation in `input`.
 
-Differences: max_tokens above the server's limit means the limit. The limit, the end of the context and the server's
-time limit end an answer with finish_reason "length". usage counts every token that was written, including tools' tokens
+Differences: max_tokens above the server's limit means the limit. The limit and the end of the context end an answer
+with finish_reason "length". usage counts every token that was written, including tools' tokens
 and the end token. max_tokens -1 means no limit, as in llama.cpp. Hints on how to think, or what to store, are ignored;
 an unsupported parameter that would change the answer is an error.
 """
-import codecs
-import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+)
 from pydantic_core import from_json
 
 from nanochat.data.conversation import parts, recent, render_prompt, render_text
@@ -53,24 +60,15 @@ from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
 
 # Parameters that change no answer here: they say who asks, how the request is billed or stored, or are hints for
 # features that this server does not have. Any other unknown parameter is refused, unless its value is neutral: null,
-# false, 0, "", [], or one of NEUTRAL.
+# false, 0, "", [], or that in NEUTRAL.
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "cache_prompt", "keep_alive", "prediction", "parallel_tool_calls", "max_tool_calls", "verbosity", "text",
     "reasoning_effort", "reasoning", "chat_template_kwargs",
 }
-NEUTRAL = {"repetition_penalty": 1, "repeat_penalty": 1, "typical_p": 1, "truncation": "disabled",
-           "modalities": ["text"]}
+NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "repeat_penalty": 1, "modalities": ["text"]}
 NO_LIMIT = 10**9
-# Every character of an answer is compared with every stop string.
-MAX_STOPS = 32
-# Each step adds every entry of logit_bias.
-MAX_BIASES = 1024
-# JSON.stringify writes half of a surrogate pair if a text was cut inside an emoji. UTF-8 has no such character, so
-# U+FFFD replaces it.
-LONE_SURROGATE = re.compile(
-    rb"(?i)(?<!\\)((?:\\\\)*)"     # not escaped itself
-    rb"(?:\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2})")
+MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(lambda count: NO_LIMIT if count < 0 else count)]
 # Fields that SamplingParams has under the same name, with the same meaning.
 SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
@@ -94,56 +92,45 @@ def check_tokens(tokens: Iterable[int], tokenizer: Tokenizer, param: str) -> Non
 
 class BaseRequest(BaseModel):
     """The fields that all kinds of requests have. The server's defaults replace what is missing or null."""
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     # The name of the field with the prompt.
     param: ClassVar[str]
     uses_tools: ClassVar[bool] = False
     model: str
-    max_tokens: int = Field(NO_LIMIT, ge=1)
+    max_tokens: MaxTokens = Field(
+        NO_LIMIT, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
     top_p: float = Field(1.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: Annotated[
-        dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]],
-        Field(max_length=MAX_BIASES)] = {}
+    # Each step adds every entry.
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     seed: int | None = None
-    # The error message would repeat a number of thousands of digits, so it is refused here.
-    n: int = Field(1, ge=1, lt=10**6)
+    n: int = Field(1, ge=1)
+    # Every character of an answer is compared with every string.
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_STOPS),
-        BeforeValidator(as_list)] = []
+        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32), BeforeValidator(as_list)] = []
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
 
     @classmethod
     def parse(cls, body: bytes, defaults: Json) -> Self:
         """The request in a body. ApiError, 400, for anything that cannot be answered as meant."""
-        body = body.removeprefix(codecs.BOM_UTF8)
         try:
-            fields = from_json(LONE_SURROGATE.sub(rb"\1\\ufffd", body), allow_inf_nan=False)
+            fields = from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
         if not isinstance(fields, dict):
             raise ApiError(400, "the body must be a JSON object")
-        # Some clients write every number with a point.
-        fields = {name: int(value) if isinstance(value, float) and value.is_integer() else value
-                  for name, value in fields.items() if value is not None}
-        for newer in ("max_completion_tokens", "max_output_tokens"):
-            if newer in fields:
-                fields["max_tokens"] = fields.pop(newer)
-        if fields.get("max_tokens") == -1:
-            fields["max_tokens"] = NO_LIMIT
         try:
-            asked = cls.model_validate(defaults | fields)
+            asked = cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
         except ValidationError as errors:
             error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
-        neutral = NEUTRAL | {"best_of": asked.n}
         for name, value in asked.model_extra.items():
-            if value and name not in IGNORED and value != neutral.get(name):
+            if value and name not in IGNORED and value != NEUTRAL.get(name):
                 words = f"{name:.80} is not supported by this server; leave it out"
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
         return asked
@@ -175,8 +162,7 @@ class BaseRequest(BaseModel):
         """The request as an engine reads it, but for its grammar. ApiError, 400, if this model cannot answer it."""
         # Choices are counted before prompts are encoded: 340,000 empty prompts take 18 seconds.
         if self.size > model.max_batch:
-            words = f"{self.size:,} answers at once; this server takes at most {model.max_batch}"
-            raise ApiError(400, words, param="n")
+            raise ApiError(400, f"too many answers at once: this server takes at most {model.max_batch}", param="n")
         encoded = self.encode(model)
         longest = max(map(len, encoded["prompts"]))
         if longest > model.context:
@@ -222,20 +208,18 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Parts = []
     parts: Parts = []
-    refusal: Parts = []
     tool_calls: list[ToolCall] | None = None
 
     def turn(self) -> Json:
         """The message in nanochat.data.conversation's form: calls and results are parts of the assistant's turn."""
-        content = self.content or self.refusal
-        if not (content or self.parts or self.tool_calls):
+        if not (self.content or self.parts or self.tool_calls):
             raise ApiError(400, "content must be a text or a list of parts", param="messages")
-        text = "".join(part.text for part in content)
+        text = "".join(part.text for part in self.content)
         if self.role == "tool":
             return {"role": "assistant", "content": [{"type": "python_output", "text": text}]}
         if self.role != "assistant":
             return {"role": self.role, "content": text}
-        parts = [part.model_dump() for part in self.parts or content]
+        parts = [part.model_dump() for part in self.parts or self.content]
         # A message of this server has its call twice: in tool_calls and as its last part.
         if self.tool_calls and parts and parts[-1]["type"] == "python":
             parts = parts[:-1]
@@ -243,24 +227,23 @@ class Message(BaseModel):
         return {"role": self.role, "content": parts + calls}
 
 
-class ConversationRequest(BaseRequest):
-    """What chat and the Responses interface have in common."""
+class ChatRequest(BaseRequest):
+    param: ClassVar[str] = "messages"
     uses_tools: ClassVar[bool] = True
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    format: AnyResponseFormat = Field(ResponseFormat(), alias="response_format")
     tools: Functions = []
     tool_choice: ToolChoice = ToolMode()
     truncation: Literal["auto", "disabled"] = "disabled"
+    logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    if TYPE_CHECKING:   # fields of the subclasses, which have other names in JSON
-        messages: list[Message]
-        format: ResponseFormat
 
-        @property
-        def wants_logprobs(self) -> bool: ...
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs or self.top_logprobs > 0
 
     @property
     def logprob_settings(self) -> Json:
-        if self.top_logprobs and not self.wants_logprobs:
-            raise ApiError(400, f"top_logprobs={self.top_logprobs} needs logprobs=true", param="top_logprobs")
         return {"logprobs": self.top_logprobs if self.wants_logprobs else None}
 
     @property
@@ -304,13 +287,6 @@ class ConversationRequest(BaseRequest):
         return {"prompts": [encoded(kept)], "forgotten": len(turns) - len(kept)}
 
 
-class ChatRequest(ConversationRequest):
-    param: ClassVar[str] = "messages"
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
-    format: AnyResponseFormat = Field(ResponseFormat(), alias="response_format")
-    wants_logprobs: bool = Field(False, alias="logprobs")
-
-
 # FailFast() cannot be a part of a union.
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 
@@ -320,7 +296,7 @@ class CompletionRequest(BaseRequest):
     param: ClassVar[str] = "prompt"
     prompt: Annotated[
         str | Tokens | Annotated[list[str | Tokens], Field(fail_fast=True)], AfterValidator(as_prompts)]
-    max_tokens: int = Field(16, ge=0)
+    max_tokens: MaxTokens = 16
     # Even 0 asks for log-probabilities here.
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False

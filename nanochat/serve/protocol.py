@@ -1,20 +1,16 @@
 """What the web server and an engine tell each other, and errors as clients see them."""
-import time
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from nanochat.inference.detokenizer import Delta
 from nanochat.inference.engine import FinishReason
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.sampling import SamplingParams
 
 Json = dict[str, Any]
-
-# Seconds for a request. After them its answers end with the text so far.
-TIMEOUT = 300.0
 
 
 class ApiError(HTTPException):
@@ -32,42 +28,61 @@ class ApiError(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
-def unavailable(message: str) -> ApiError:
-    return ApiError(503, message, headers={"Retry-After": "5"})
+@dataclass
+class Chunk:
+    """What an engine has written of one choice since the last chunk."""
+    index: int                      # number of the choice: the n choices of the first prompt, of the second, …
+    tokens: list[int]
+    logprobs: Sequence[TokenLogprob] = ()       # none, or one for each token
+    finish_reason: FinishReason | None = None
+    is_echo: bool = False           # the tokens repeat the prompt
+
+
+Chunks = AsyncIterator[Chunk]
 
 
 @dataclass(eq=False)
 class Request:
-    """What a client wants: n choices for each prompt."""
+    """What a client wants, n choices for each prompt, and what an engine has sent of it. Used in the event loop."""
     prompts: list[list[int]]
     sampling: SamplingParams
     n: int = 1
     stop: Sequence[str] = ()
     echo_from: Sequence[int] = ()           # for each prompt the first token that is repeated; (): no echo
     forgotten: int = 0                      # messages left out to make room for an answer
-    started: float = field(default_factory=time.monotonic)
+    received: asyncio.Queue[Chunk | ApiError] = field(default_factory=asyncio.Queue)
+    # Takes choices away from the engine.
+    drop: Callable[[set[int]], None] = lambda indices: None
+    watcher: asyncio.Task | None = None     # cancels this request when its client disconnects
+
+    def __post_init__(self) -> None:
+        self.open = set(range(self.size))   # numbers of the choices that have not ended
 
     @property
     def size(self) -> int:
         """Choices in all."""
         return len(self.prompts) * self.n
 
+    async def chunks(self) -> Chunks:
+        """All chunks until all choices have ended. Raises the ApiError that ends the request early."""
+        while self.open or not self.received.empty():
+            item = await self.received.get()
+            if isinstance(item, ApiError):
+                self.open.clear()
+                raise item
+            if item.index in self.open:
+                if item.finish_reason:
+                    self.open.remove(item.index)
+                yield item
 
-class PlacedLogprob(NamedTuple):
-    """The log-probability of a token, and the token's place in the text of a choice."""
-    logprob: TokenLogprob
-    is_content: bool    # part of a message's content: neither a special token nor part of a tool call
-    offset: int         # characters of text before the token
+    def close(self, index: int) -> None:
+        """End one choice, which is complete although the engine would go on."""
+        self.open.discard(index)
+        self.drop({index})
 
-
-@dataclass
-class Chunk:
-    """The new text of one choice since its last chunk."""
-    index: int                      # number of the choice: the n choices of the first prompt, of the second, …
-    deltas: list[Delta] = field(default_factory=list)
-    logprobs: list[PlacedLogprob] = field(default_factory=list)
-    tokens: int = 0                 # includes tokens without text
-    finish_reason: FinishReason | None = None
-
-
-Chunks = AsyncIterator[Chunk]
+    def end(self, error: ApiError) -> None:
+        """End all choices that are left, if any."""
+        if self.open:
+            self.drop(set(self.open))
+            self.open.clear()
+            self.received.put_nowait(error)

@@ -3,25 +3,71 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanochat.data.conversation import text_of
-from nanochat.inference.detokenizer import parts_of
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer, StopStrings, parts_of
+from nanochat.inference.logprobs import TokenLogprob
 from nanochat.serve.functions import read_call
 from nanochat.serve.openai_requests import BaseRequest
-from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob, Request
+from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, Request
 from nanochat.serve.served_model import ServedModel
 
 
-@dataclass
-class Written:
-    """One choice so far: the sum of its chunks."""
-    index: int
-    begun: bool = False             # an event has given the message's role
-    parts: list[Json] = field(default_factory=list)
-    logprobs: list[PlacedLogprob] = field(default_factory=list)
-    call: Json | None = None
-    finish_reason: str | None = None
+class PlacedLogprob(NamedTuple):
+    """The log-probability of a token, and the token's place in the text of a choice."""
+    logprob: TokenLogprob
+    is_content: bool    # part of a message's content: neither a special token nor part of a tool call
+    offset: int         # characters of text before the token
+
+
+class Choice:
+    """One continuation of a prompt: from an engine's tokens to text that may be shown."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, stop: Sequence[str]):
+        self.index = index
+        self.detokenizer, self.stop = IncrementalDetokenizer(tokenizer), StopStrings(stop)
+        self.tokens = 0
+        self.written = self.shown = 0               # characters; the others may be the beginning of a stop string
+        self.parts: list[Json] = []
+        self.logprobs: list[PlacedLogprob] = []
+        self.held: list[PlacedLogprob] = []         # of tokens whose text has not been shown
+        self.begun = False                          # an event has given the message's role
+        self.call: Json | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, chunk: Chunk) -> tuple[list[Delta], list[PlacedLogprob]]:
+        """Take in an engine's tokens. Returns what may be shown now; a log-probability comes with its token's text."""
+        deltas: list[Delta] = []
+        for number, token in enumerate(chunk.tokens):
+            if self.stop.found:
+                break
+            new = self.detokenizer.add(token)
+            is_content = self.detokenizer.type == "text" and token not in self.detokenizer.starts
+            if chunk.logprobs:
+                self.held.append(PlacedLogprob(chunk.logprobs[number], is_content, self.written))
+            self.written += length_of(new)
+            self.tokens += not chunk.is_echo
+            deltas += new if chunk.is_echo else self.searched(new)
+        if chunk.finish_reason:
+            deltas += self.searched(self.detokenizer.end()) + self.stop.end()
+        self.finish_reason = "stop" if self.stop.found else chunk.finish_reason
+        self.shown += length_of(deltas)
+        # The last tokens may have no text; but what a stop string cuts off stays hidden.
+        is_whole = self.finish_reason and not self.stop.found
+        count = sum(bool(is_whole) or one.offset < self.shown for one in self.held)
+        logprobs, self.held = self.held[:count], self.held[count:]
+        self.logprobs += logprobs
+        return deltas, logprobs
+
+    def searched(self, deltas: list[Delta]) -> list[Delta]:
+        """What of these is neither a stop string nor the beginning of one."""
+        return [shown for delta in deltas for shown in self.stop.add(delta)]
+
+
+def length_of(deltas: list[Delta]) -> int:
+    return sum(len(delta.text) for delta in deltas)
 
 
 class Reply:
@@ -33,47 +79,50 @@ class Reply:
     kind = chunk_kind = "text_completion"
 
     def __init__(self, asked: BaseRequest, model: ServedModel, request: Request):
-        self.asked, self.model = asked, model
+        self.asked, self.model, self.request = asked, model, request
         self.id = uuid.uuid4().hex
         self.head = {"id": self.id, "created": int(time.time()), "model": asked.model}
         if request.forgotten:
             self.head["forgotten"] = request.forgotten
         self.prompt_tokens = sum(map(len, request.prompts))
-        self.completion_tokens = 0
-        self.written = [Written(index) for index in range(request.size)]
+        self.choices = [Choice(index, model.tokenizer, request.stop) for index in range(request.size)]
 
-    def add(self, chunk: Chunk) -> tuple[Written, Json]:
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices)
+
+    def add(self, chunk: Chunk) -> tuple[Choice, Json, list[PlacedLogprob]]:
         """Take in the chunk; returns its choice and the content of an event, with the new text."""
-        self.completion_tokens += chunk.tokens
-        written = self.written[chunk.index]
-        written.logprobs += chunk.logprobs
-        written.finish_reason = chunk.finish_reason
+        choice = self.choices[chunk.index]
+        deltas, logprobs = choice.add(chunk)
+        if choice.finish_reason and not chunk.finish_reason:
+            self.request.close(chunk.index)
         new = []
-        for part in parts_of(chunk.deltas):
-            if written.parts and written.parts[-1]["type"] == part["type"]:
-                written.parts[-1]["text"] += part["text"]
+        for part in parts_of(deltas):
+            if choice.parts and choice.parts[-1]["type"] == part["type"]:
+                choice.parts[-1]["text"] += part["text"]
             else:
-                part |= self.source(written, part)
-                written.parts.append(part)
-            new.append(part | {"index": len(written.parts) - 1})
-        return written, self.delta(written, new)
+                part |= self.source(choice, part)
+                choice.parts.append(part)
+            new.append(part | {"index": len(choice.parts) - 1})
+        return choice, self.delta(choice, new), logprobs
 
-    def source(self, written: Written, part: Json) -> Json:
+    def source(self, choice: Choice, part: Json) -> Json:
         """Where the passage that a part begins comes from; {} if the part is not a passage."""
-        passage = self.model.tools.source([*written.parts, part])
+        passage = self.model.tools.source([*choice.parts, part])
         return {"source": {"title": passage.title, "place": passage.place}} if passage else {}
 
-    def choice(self, written: Written, content: Json, placed: Sequence[PlacedLogprob]) -> Json:
+    def described(self, choice: Choice, content: Json, placed: Sequence[PlacedLogprob]) -> Json:
         logprobs = self.show(placed) if placed else None
-        return {"index": written.index, **content, "logprobs": logprobs, "finish_reason": written.finish_reason}
+        return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
-    def delta(self, written: Written, parts: list[Json]) -> Json:
+    def delta(self, choice: Choice, parts: list[Json]) -> Json:
         """The content of an event. parts: its new text."""
         return {"text": "".join(part["text"] for part in parts)}
 
-    def message(self, written: Written) -> Json:
+    def message(self, choice: Choice) -> Json:
         """The content of a whole response's choice."""
-        return self.delta(written, written.parts)
+        return self.delta(choice, choice.parts)
 
     def show(self, placed: Sequence[PlacedLogprob]) -> Json:
         """Log-probabilities of all tokens."""
@@ -94,7 +143,7 @@ class Reply:
 
     def whole(self) -> Json:
         """The response."""
-        choices = [self.choice(written, self.message(written), written.logprobs) for written in self.written]
+        choices = [self.described(choice, self.message(choice), choice.logprobs) for choice in self.choices]
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
     async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:
@@ -102,7 +151,7 @@ class Reply:
         head = self.head | {"object": self.chunk_kind}
         try:
             async for chunk in chunks:
-                yield sse(head | {"choices": [self.choice(*self.add(chunk), chunk.logprobs)]})
+                yield sse(head | {"choices": [self.described(*self.add(chunk))]})
             if self.asked.stream_options.get("include_usage"):
                 yield sse(head | {"choices": [], "usage": self.usage()})
             yield b"data: [DONE]\n\n"
@@ -124,25 +173,25 @@ def sse(data: Json) -> bytes:
 class ChatReply(Reply):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def delta(self, written: Written, parts: list[Json]) -> Json:
+    def delta(self, choice: Choice, parts: list[Json]) -> Json:
         delta: Json = {}
         if parts:
             delta = {"content": text_of(parts), "parts": parts}
-        if not written.begun:
-            written.begun = True
+        if not choice.begun:
+            choice.begun = True
             delta = {"role": "assistant", "content": ""} | delta
-        if written.finish_reason and written.parts and written.parts[-1]["type"] == "python":
-            written.call = read_call(written.parts[-1]["text"], self.asked.functions)
-        if written.call:
-            written.finish_reason = "tool_calls"
-            delta["tool_calls"] = [{"index": 0} | written.call]
+        if choice.finish_reason and choice.parts and choice.parts[-1]["type"] == "python":
+            choice.call = read_call(choice.parts[-1]["text"], self.asked.functions)
+        if choice.call:
+            choice.finish_reason = "tool_calls"
+            delta["tool_calls"] = [{"index": 0} | choice.call]
         return {"delta": delta}
 
-    def message(self, written: Written) -> Json:
-        text = text_of(written.parts)
-        message = {"role": "assistant", "content": text, "parts": written.parts}
-        if written.call:
-            message |= {"content": text or None, "tool_calls": [written.call]}
+    def message(self, choice: Choice) -> Json:
+        text = text_of(choice.parts)
+        message = {"role": "assistant", "content": text, "parts": choice.parts}
+        if choice.call:
+            message |= {"content": text or None, "tool_calls": [choice.call]}
         return {"message": message}
 
     def show(self, placed: Sequence[PlacedLogprob]) -> Json:

@@ -11,7 +11,7 @@ from pydantic import AliasPath, BeforeValidator, FailFast, Field
 
 from nanochat.data.conversation import text_of
 from nanochat.inference.retrieval import file_of
-from nanochat.serve.openai_requests import ConversationRequest, Message
+from nanochat.serve.openai_requests import ChatRequest, Message
 from nanochat.serve.protocol import ApiError, Chunks, Json
 from nanochat.serve.replies import ChatReply, sse
 from nanochat.serve.structured import ResponseFormat
@@ -37,7 +37,7 @@ def as_messages(value: Any) -> Any:
     return messages
 
 
-class ResponsesRequest(ConversationRequest):
+class ResponsesRequest(ChatRequest):
     param: ClassVar[str] = "input"
     messages: Annotated[list[Message], Field(min_length=1), FailFast(), BeforeValidator(as_messages)] = Field(
         alias="input")
@@ -48,7 +48,7 @@ class ResponsesRequest(ConversationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
+        return super().wants_logprobs or "message.output_text.logprobs" in self.include
 
     def turns(self) -> list[Json]:
         turns = super().turns()
@@ -79,15 +79,15 @@ class ResponsesReply(ChatReply):
             "id": f"msg_{self.id}", "type": "message", "role": "assistant", "status": status, "content": [*content]}
 
     def whole(self) -> Json:
-        [written] = self.written
+        [choice] = self.choices
         output = []
-        if text := text_of(written.parts):
-            logprobs = self.show(written.logprobs)["content"]
-            output.append(self.text_item("completed", text_part(text, logprobs, citations(written.parts))))
-        if written.call:
-            call = {"id": f"fc_{self.id}", "call_id": written.call["id"], **written.call["function"]}
+        if text := text_of(choice.parts):
+            logprobs = self.show(choice.logprobs)["content"]
+            output.append(self.text_item("completed", text_part(text, logprobs, citations(choice.parts))))
+        if choice.call:
+            call = {"id": f"fc_{self.id}", "call_id": choice.call["id"], **choice.call["function"]}
             output.append({"type": "function_call", "status": "completed"} | call)
-        return self.response("incomplete" if written.finish_reason == "length" else "completed", output)
+        return self.response("incomplete" if choice.finish_reason == "length" else "completed", output)
 
     async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:
         numbers = itertools.count()
@@ -117,9 +117,6 @@ class ResponsesReply(ChatReply):
         for index, item in enumerate(response["output"]):
             if item["type"] == "message":
                 [part] = item["content"]
-                for number, one in enumerate(part["annotations"]):
-                    yield event("response.output_text.annotation.added", **place, annotation_index=number,
-                                annotation=one)
                 yield event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
             else:
                 where = {"output_index": index, "item_id": item["id"]}

@@ -58,8 +58,6 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             # A client could fill the log with warnings about malformed requests.
             log_level="error",
-            # Never reached, because connections are cut earlier: uvicorn would print a traceback for each.
-            timeout_graceful_shutdown=DRAIN_SECONDS + 2 * CUT_SECONDS,
         ))
         self.models, self.hurries = models, False
 

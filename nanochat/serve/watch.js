@@ -41,7 +41,7 @@ function showView() {
   for (const link of $("views").children) link.ariaCurrent = (link.hash === "#training") === training ? "page" : null;
   $("training").hidden = !training;
   for (const id of ["chatView", "dock"]) $(id).hidden = training;
-  for (const id of ["openChats", "newChat", "openSettings", "modelName"]) $(id).hidden = training;
+  for (const id of ["newChat", "openSettings", "modelName"]) $(id).hidden = training;
   document.title = training ? "nanochat: training" : "nanochat";
   if (training && lastRuns) showRuns(lastRuns);
 }
