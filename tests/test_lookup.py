@@ -8,7 +8,7 @@ from conftest import make_sums
 
 from nanochat.corpus.passages import make_library
 from nanochat.corpus.python_docs import documentation
-from nanochat.data.conversation import Conversation, render
+from nanochat.data.conversation import Conversation
 from nanochat.data.task import reference
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.retrieval import Library
@@ -47,13 +47,11 @@ def test_calls_and_answers_are_copies(spec: str, split: str):
     """
     task = make_task(spec, split)
     # By index: a loop over a sequence would end silently at an IndexError.
-    for index in range(min(len(task), 3000)):
-        conversation = task[index]
-        for question, _, asked, found, answer in exchanges(conversation):
-            assert re.search(rf"(^|[\s\"`]){re.escape(asked)}($|[^\w])", question), (question, asked)
-            assert asked == asked.strip()
+    for index in range(min(len(task), 2000)):
+        for question, _, asked, found, answer in exchanges(task[index]):
+            assert re.search(rf"(^|[\s\"`]){re.escape(asked)}($|[^\w])", question) and asked == asked.strip()
             if found != "nothing":
-                assert found.startswith(answer), (found, answer)
+                assert found.startswith(answer)
                 assert answer == found or answer.rstrip("”")[-1] in ".!?。", (found, answer)
 
 
@@ -71,7 +69,7 @@ def test_a_tokenizer_copies_the_same_tokens(spec: str):
     assert same[True] > 0.98 * same.total(), same
 
 
-def test_training_never_shows_a_held_out_object():
+def test_held_out_objects():
     held_out = documented("test")
     dotted = {name for name in held_out if "." in name}
     only_there = set(held_out.values()) - set(documented("train").values())
@@ -86,7 +84,7 @@ def test_training_never_shows_a_held_out_object():
     assert len(asked_for) > 12_000
 
 
-def test_the_test_split_asks_about_every_held_out_object_and_tells_the_truth():
+def test_answers_are_the_documentation():
     lookups, searches = ([exchanges(conversation)[-1] for conversation in make_task(tool, "test")]
                          for tool in ("lookup", "search"))
     held_out = documented("test")
@@ -98,41 +96,12 @@ def test_the_test_split_asks_about_every_held_out_object_and_tells_the_truth():
     assert len(searches) > 150 and {text for *_, text, _ in searches} <= {text for *_, text, _ in lookups}
 
 
-@pytest.mark.parametrize("tool", ["lookup", "search"])
-def test_true_results_can_be_earned(tool: str):
-    """For reinforcement learning all is asked about objects that are trained on, and found as the library has it."""
-    task = make_task(f"{tool}:true", "train")
-    for conversation in task[:1000]:
-        _, called, asked, found, _ = exchanges(conversation)[-1]
-        names = [name for name, text in documented("train").items() if found.startswith(text)]
-        assert called == tool and names, found
-        assert tool == "search" or asked in names
-
-
-def test_most_results_in_training_are_not_what_the_model_could_know():
-    results = [exchanges(conversation)[-1] for conversation in make_task("lookup", "train")[:4000]]
-    nothing = sum(found == "nothing" for _, _, _, found, _ in results)
-    true = sum(found.startswith(documented("train").get(asked, "\0")) for _, _, asked, found, _ in results)
-    assert 400 < nothing < 800 < true < 1400
-
-
-def test_small_talk_calls_nothing_and_is_held_out_by_its_words():
-    sides = []
-    for split in ("train", "test"):
-        turns = [conversation["messages"][-2:] for conversation in make_task("lookup:talk", split)]
-        assert all(answer["content"].startswith("I can look things up, calculate,") for _, answer in turns)
-        sides.append({question["content"].lower().rstrip("?.") for question, _ in turns})
-    train, test = sides
-    assert len(train) > 500 and len(test) > 40 and not train & test
-
-
 def test_judges_are_strict():
     task = make_task("lookup", "test")
     for index, conversation in enumerate(task):
         right = reference(conversation)
         assert task.evaluate(conversation, f" {right}\n")
-        for wrong in (right.lower(), right[:-1], right + " Yes.", reference(task[index - 1]), "nothing",
-                      right.replace(" ", "", 1), "I do not know. I found nothing about it."):
+        for wrong in (right.lower(), right[:-1], f"{right} Y.", reference(task[index - 1]), right.replace(" ", "", 1)):
             assert not task.evaluate(conversation, wrong), (right, wrong)
     two = next(conversation for conversation in task if len(conversation["right"]) > 1)
     first, both = two["right"][:2]
@@ -141,12 +110,11 @@ def test_judges_are_strict():
 
     task = make_task("lookup:unknown", "test")
     assert task.evaluate(task[0], "I do not know. I found nothing about blerp."), "a misspelled name"
-    for wrong in ("I do not know. I found nothing aboutblerp.", "I do not know.", "I do not know. It is a list.",
-                  reference(task[0])[15:]):
+    for wrong in ("I do not know. I found nothing aboutblerp.", "I do not know.", reference(task[0])[15:]):
         assert not task.evaluate(task[0], wrong), wrong
 
 
-def test_what_a_text_lets_one_ask():
+def test_what_is_asked():
     cases = {
         "Splits a path into head and tail, and returns both.": ("split", "a path into head and tail"),
         "Return the arc cosine (measured in radians) of x.": ("return", "the arc cosine"),
@@ -159,14 +127,7 @@ def test_what_a_text_lets_one_ask():
         assert what_is_asked(text) == expected, text
 
 
-def test_most_training_conversations_fit_a_small_model():
-    tokenizer = Tokenizer([])  # bytes: a text of 4,096 tokens has about a third of these
-    for spec in SPECS:
-        lengths = sorted(len(render(tokenizer, conversation).ids) for conversation in make_task(spec, "train")[:2000])
-        assert len(lengths) == 2000 and lengths[1900] < 3 * 256, spec
-
-
-def test_passages_of_a_library_are_asked_about(tmp_path: Path):
+def test_own_library(tmp_path: Path):
     folder = tmp_path / "notes"
     folder.mkdir()
     recipe = "# Recipe number {0}\n\nMixes {0} eggs with sugar and flour. Bake it for {0} minutes."
@@ -190,23 +151,21 @@ def test_passages_of_a_library_are_asked_about(tmp_path: Path):
         assert train | test <= {f"Mixes {i} eggs with sugar and flour. Bake it for {i} minutes." for i in range(250)
                                 } | {"The same title again."}
         assert not train & test and len(train) > 200 and len(test) > 10, "what is tested is never trained on"
-    with pytest.raises(UserError, match="no library"):
-        make_task("lookup:/nobody.sqlite", "test")
-    with pytest.raises(UserError, match="no library .*python.sqlite: make it"):
-        open_tools(make_task("lookup:true", "test").library)
+    for spec, missing in (("lookup:/nobody.sqlite", "nobody"), ("lookup:true", "python.sqlite")):
+        with pytest.raises(UserError, match=missing):
+            open_tools(make_task(spec, "test").library)
     (folder / "cakes.md").write_text("# Long\n\n" + "word " * 58 + "\n")
-    with pytest.raises(UserError, match="nothing to train on: of its 1 passages none in that split"):
+    with pytest.raises(UserError, match="nothing to train on"):
         make_task(f"search:{make_library(str(folder))}", "train")
 
 
-def test_a_model_that_was_not_taught_to_look_up_says_so():
+def test_warning_without_lookups():
     line = never_looks_up("json:bakery.jsonl:all, tinyworld:facts[:400]", "notes")
-    assert "never taught to look things up" in line and "(json:bakery.jsonl:all, tinyworld:facts[:400])" in line
-    assert "lookup:notes, search:notes" in line and "\n" not in line
+    assert "json:bakery.jsonl:all" in line and "lookup:notes" in line
     assert never_looks_up("tinyworld, search[:99]*2", "notes") == never_looks_up("tinyworld", None) == ""
 
 
-def test_tokens_of_a_tokenizer_are_all_copied(base_folder):
+def test_tokens_are_all_copied(base_folder):
     """Each token of it is in some passage, and what is asked, called and answered is to the letter the same."""
     make_sums(base_folder, 200, "What is {i} plus {i}? The answer is {twice}. " * 3, vocab_size=350)
     task = make_task("tokens:sums", "train")
