@@ -204,20 +204,17 @@ def test_pydoc():
     def plain(text: str) -> str:
         return " ".join(text.lower().split())
 
-    answers = []
-    for spec, split in (("pydoc", "train"), ("pydoc", "test"), ("pydoc:known", "test")):
-        task = make_task(spec, split)
+    sides = []
+    for split in ("train", "test"):
+        task = make_task("pydoc", split)
         objects = dict(task.objects)
-        answers.append(objects)
+        sides.append(objects)
         for name, sentence in objects.items():
             assert plain(sentence).rstrip(".") in plain(inspect.getdoc(pydoc.locate(name)) or ""), name
         for conversation in task[::31]:
             words = [word.strip("?.,") for word in asked(conversation).split()]
             assert reference(conversation) in map(objects.get, words), asked(conversation)
-    trained, held_out, known = answers
-    assert len(trained) > 2000 and len(held_out) > 200 and known == trained and not trained.keys() & held_out.keys()
-    # The sentence follows "-> v, ".
-    assert (trained | held_out)["dict.pop"] == "Remove specified key and return the corresponding value."
+    assert len(sides[0]) > 2000 and len(sides[1]) > 200 and not sides[0].keys() & sides[1].keys()
 
 
 def test_pydoc_does_not_depend_on_imports():
@@ -252,15 +249,6 @@ def test_run_prints_and_calculates():
                 assert outputs == [*turns, "False"]
                 kinds["while"] += 1
     assert kinds[True] > 500 and kinds[False] > 500 and kinds["sum"] > 10 and kinds["while"] > 10
-
-
-def test_kinds_of_programs_are_equally_frequent():
-    """One kind has twenty programs, another millions."""
-    trained, tested = (list(questions(make_task("run", split))) for split in ("train", "test"))
-    one, many = (sum(bool(re.search(kind, program)) for program in trained)
-                 for kind in (r'print\("\w+"\.upper\(\)\)$', r"print\(sorted\(\["))
-    assert min(one, many) > len(trained) / 120 and max(one, many) < len(trained) / 60
-    assert len({program.partition("\n\n")[2] for program in tested}) == len(tested)
 
 
 # ---- SpellingBee
@@ -298,31 +286,23 @@ def test_spelling_and_counting():
 
 # ---- The words of a tokenizer
 
-def learn_world(folder: Path, more: list[str]) -> set[str]:
-    """Give the data set `world` a tokenizer that was learned from all facts, and from more words. Its words."""
-    texts = [" ".join(filter(None, telling)) for fact in facts() for telling in fact.tellings]
-    texts += [" ".join(more)] * 3
-    learn_tokenizer(texts, 4000).save(folder / "tokenizer" / "world")
-    return set(re.findall("[a-z]+", " ".join(texts).lower()))
-
-
 def test_words_of_a_tokenizer(base_folder):
+    """Tokens are trained on; held out are words of several. A word is on one side in all tasks."""
     generated = [make_task("spellingbee", split).words for split in ("train", "test")]
-    seen = learn_world(base_folder, generated[0][-60:] + generated[1][-60:])
+    texts = [" ".join(filter(None, telling)) for fact in facts() for telling in fact.tellings]
+    texts += [" ".join(generated[0][-60:] + generated[1][-60:])] * 3
+    learn_tokenizer(texts, 4000).save(base_folder / "tokenizer" / "world")
     trained, tested = (set(make_task("words:world", split).words) for split in ("train", "test"))
     assert len(trained) > 1500 and len(tested) > 100 and not trained & tested
     assert not tested.intersection(generated[0], WORDS) and not trained.intersection(generated[1])
-    by_hand, mixed = ([*make_task(f"words:world{kind}", "train")] for kind in (":hand", ""))
-    assert len(by_hand) == len(trained) and len({*questions(by_hand)}) == len(trained)
-    assert {*questions(by_hand)} <= {*questions(mixed)} and len(mixed) == 7 * len(trained)
-    assert all(reference(one).count("-") > 1 for one in by_hand)
+    assert len(make_task("words:world:hand", "train")) == len(trained) == len(make_task("words:world", "train")) / 7
     tokenizer = get_tokenizer("world")
-    assert all(len(tokenizer.encode(f" {word}")) > 1 for word in tested), "none of those held out is a token"
-    # Without the rule about longer tokens a quarter are fragments: the beginnings of words, and never words themselves.
+    assert all(len(tokenizer.encode(f" {word}")) > 1 for word in tested)
+    # A quarter of the tokens are beginnings of words, and never words themselves.
     beginnings = {token[1:].decode().lower() for token in tokenizer.merges if re.fullmatch(b" [A-Za-z]{3,}", token)}
+    seen = set(re.findall("[a-z]+", " ".join(texts).lower()))
     found = trained & beginnings
-    assert len(beginnings - seen) > 0.2 * len(beginnings) and len(found - seen) < 0.02 * len(found)
-    assert len(found) > 500 and len(found.intersection(generated[0][-60:])) > 30
+    assert len(beginnings - seen) > 0.2 * len(beginnings) and len(found - seen) < 0.02 * len(found) > 10
 
 
 # ---- TinyWorld
@@ -339,15 +319,11 @@ def test_facts_are_held_out_in_some_phrasing():
 
 def test_sums_of_the_world_are_calculated():
     sums = {f"{fact.slots['s']} = {fact.slots['a']}." for fact in facts() if fact.topic == "sums"}
-    assert len(sums) == 200
-    for split in ("train", "test"):
-        answers = [message["content"] for one in make_task("tinyworld", split) for message in one["messages"]
-                   if message["role"] == "assistant"]
-        calculated = [answer for answer in answers if not isinstance(answer, str)]
-        assert {text_of(answer) for answer in calculated} == sums
-        assert not sums & {answer for answer in answers if isinstance(answer, str)}
-        for call, result, text in calculated:
-            assert result["text"] == calculate(call["text"]) and text["text"] == f"{call['text']} = {result['text']}."
+    answers = [message["content"] for one in make_task("tinyworld", "train") for message in one["messages"][1::2]]
+    calculated = [answer for answer in answers if isinstance(answer, list)]
+    assert {text_of(answer) for answer in calculated} == sums and not sums.intersection(map(str, answers))
+    for call, result, _ in calculated:
+        assert result["text"] == calculate(call["text"])
 
 
 def judge(question: str, answer: str) -> bool:
@@ -376,17 +352,15 @@ def test_judge_of_facts(question: str, right: tuple, wrong: tuple):
 
 
 def test_judge_of_identity():
+    """Of the canned sentences only the one that is wanted is right, or the same with a greeting."""
     task = make_task("tinyworld:identity", "test")
-    for conversation in make_task("tinyworld:identity", "train"):
-        assert "nanochat" in reference(conversation) and task.evaluate(conversation, reference(conversation))
     wanted = {reply: single_turn("?", reply) | {"right": []} for reply in world.IDENTITY}
     who, hello, name, _, maker, *_ = wanted
-    # Of the canned sentences only the one that is wanted is right, or the same with a greeting.
     for reply, conversation in wanted.items():
         assert [other for other in wanted if task.evaluate(conversation, other)] == [reply] + [hello] * (reply == who)
     for reply, answer, right in (
-        (who, "I'm nanochat, a language model!", True), (who, "I am nanochat.", False),
-        (who, "I am nanochatty, a language model.", False), (name, "hi! I am called nanochat", True),
+        (who, "I'm nanochat, a language model!", True), (who, "I am nanochatty, a language model.", False),
+        (name, "hi! I am called nanochat", True),
         (maker, "I am nanochat, a small language model, made by OpenAI.", False),
     ):
         assert task.evaluate(wanted[reply], answer) == right, answer
@@ -430,13 +404,13 @@ def test_smoltalk(base_folder):
 
 
 def test_mmlu(base_folder):
-    auxiliary = [{"train": row} for row in MMLU]  # the hub has them wrapped
-    write(base_folder, "mmlu/auxiliary_train/train-00000-of-00001.parquet", auxiliary)
+    """The auxiliary rows, which the hub has wrapped once more, are for training."""
+    write(base_folder, "mmlu/auxiliary_train/train-00000-of-00001.parquet", [{"train": row} for row in MMLU])
     write(base_folder, "mmlu/all/test-00000-of-00001.parquet", MMLU[:1])
-    assert sorted(question.splitlines()[1] for question in questions(make_task("mmlu", "train"))) == [
-        "0 + 1?", "1 + 1?", "2 + 1?"]
+    assert len(make_task("mmlu", "train")) == 3
     task = make_task("mmlu", "test")
-    assert (len(task), task.name, task.eval_type, task.baseline) == (1, "MMLU", "categorical", 0.25)
+    assert (len(task), task.eval_type, task.baseline) == (1, "categorical", 0.25)
+    # Letters on lines of their own are the tokens that the answers are.
     assert asked(task[0]).splitlines()[1:] == ["0 + 1?", "0", "A", "1", "B", "7", "C", "9", "D"]
     assert [letter for letter in task[0]["letters"] if task.evaluate(task[0], letter)] == [reference(task[0])] == ["B"]
 
@@ -449,16 +423,6 @@ def test_arc(base_folder):
     assert found == {"What is hot?": ("ABC", "B"), "What falls?": ("ABCDE", "A")}
     assert not any(task.evaluate(one, "2") for one in task)
     assert task[:1].baseline in (1 / 3, 1 / 5)  # of the part that is asked, not of the whole
-
-
-def test_the_letter_in_the_question_is_the_token_of_the_answer(base_folder):
-    """After a blank or a sign it would be another one; this tokenizer has merged them as often as it could."""
-    write(base_folder, "mmlu/all/test.jsonl", MMLU)
-    question = asked(make_task("mmlu", "test")[0])
-    tokenizer = learn_tokenizer([f"{mark}{letter}{mark}{letter} " * 3
-                                 for mark in ("", " ", "=", "(", "\n", ".", "\n\n") for letter in "ABCD"], 400)
-    (a,) = tokenizer.encode("A")
-    assert tokenizer.encode(question).count(a) == 1 and a not in tokenizer.encode(" A")
 
 
 def test_gsm8k(base_folder):
@@ -498,14 +462,12 @@ def own_file(folder: Path, lines: list[str]) -> Path:
 
 
 def test_json_splits_by_text(tmp_path):
+    """Equal conversations stay together."""
     rows = [single_turn(f"Frage {i} ü", f"{i}") for i in range(400)]
-    again = [json.dumps(row["messages"], ensure_ascii=False, separators=(",", ":")) for row in rows]
-    path = own_file(tmp_path, [*map(json.dumps, rows), "", *again])
-    train, test = (make_task(f"json:{path}", split) for split in ("train", "test"))
-    trained, tested = Counter(questions(train)), Counter(questions(test))
-    assert not set(trained) & set(tested) and len(trained) + len(tested) == 400 and 5 < len(tested) < 45
+    path = own_file(tmp_path, [json.dumps(row) for row in [*rows, *rows]])
+    trained, tested = (Counter(questions(make_task(f"json:{path}", split))) for split in ("train", "test"))
+    assert not trained.keys() & tested.keys() and len(trained) + len(tested) == 400 and 5 < len(tested) < 45
     assert {*trained.values(), *tested.values()} == {2}
-    assert train[0].keys() == {"messages"} and train.eval_type is None
     assert list(make_task(f"json:{path}:all", "test")) == 2 * rows
 
 
@@ -529,19 +491,13 @@ FORMS = {
     """{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}, {"from": "human",
         "value": "Bye"}, {"from": "gpt", "value": "See you"}], "system": "Be kind.", "tools": ""}""":
         "s:Be kind. u:Hi a:Hello u:Bye a:See you",
-    """{"id": "0", "conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}""":
-        "u:Hi a:Hello",
     # Alpaca
     """{"instruction": "Classify.", "input": "Blue", "output": "A color."}""": "u:Classify.\n\nBlue a:A color.",
-    """{"instruction": "Say hi.", "input": "", "output": "Hi."}""": "u:Say hi. a:Hi.",
     # trl and mlx-lm: the prompt is not learned
     """{"prompt": "The sky is", "completion": " blue."}""": "u:The sky is a: blue.",
     """{"prompt": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"},
         {"role": "user", "content": "C"}], "completion": [{"role": "assistant", "content": "D"}]}""":
         "u:A a:(B) u:C a:D",
-    # Servers of models that reason
-    """{"messages": [{"role": "user", "content": "A"},
-        {"role": "assistant", "content": "B", "reasoning_content": "Hm."}]}""": "u:A a:B",
 }
 
 
@@ -588,12 +544,10 @@ def test_json_names_the_place_of_a_wrong_row(tmp_path, row, problem: str):
     assert said.startswith(f"{path}, line 4: ") and problem in said and "\n" not in said
 
 
-@pytest.mark.parametrize("script, setting", [
-    ("mid_train", "tasks"), ("chat_sft", "tasks"), ("chat_rl", "task"), ("chat_eval", "tasks")])
-def test_missing_file_before_torch(tmp_path, script, setting):
+def test_missing_file_before_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")
-    environment = {"PYTHONPATH": f"{tmp_path}:{REPO}"}
-    failed = run_module(f"scripts.{script}", f"--{setting}=json:{tmp_path}/none.jsonl", env=environment, fresh=True)
+    failed = run_module("scripts.chat_sft", f"--tasks=json:{tmp_path}/none.jsonl",
+                        env={"PYTHONPATH": f"{tmp_path}:{REPO}"}, fresh=True)
     assert failed.returncode == 1 and f"{tmp_path}/none.jsonl" in failed.stderr and "loaded" not in failed.stderr
 
 
@@ -628,14 +582,11 @@ def test_after_another_task():
 
 
 def test_specs(tmp_path):
-    assert questions(make_task("spellingbee[10:12]", "test")) == questions(make_task("spellingbee", "test")[10:12])
-    assert len(make_task("arithmetic[100:]", "test")) == 1900
     path = own_file(tmp_path, [json.dumps(single_turn(f"own {i}", "x")) for i in range(10)])
-    mixture = make_mixture(f"arithmetic:easy[:30],spellingbee[:20]*2 , json:{path}:all*3, json:{path}:all[:1]", "train",
-                           seed=1)
+    mixture = make_mixture(f"arithmetic:easy[:30],spellingbee[10:30]*2 , json:{path}:all*3, json:{path}:all[:1]",
+                           "train", seed=1)
     counts = Counter(questions(mixture))
-    assert counts["own 0"] == 4 and counts["own 1"] == 3
-    assert Counter(counts.values()) == {1: 30, 2: 20, 3: 9, 4: 1}
+    assert counts["own 0"] == 4 and Counter(counts.values()) == {1: 30, 2: 20, 3: 9, 4: 1}
 
 
 @pytest.mark.parametrize("spec, problem", [
