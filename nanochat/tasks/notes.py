@@ -12,6 +12,7 @@ A language's texts are in notes_XX.toml. Notes need not answer the question: onl
 lookup. Ways to ask and words are divided between the splits by their own text; in the test split half of the questions
 use training's ways.
 """
+import re
 from functools import cache, partial
 from typing import Any
 
@@ -28,6 +29,7 @@ KINDS = ("", "unknown", "talk")
 ARGUMENTS = tuple(f"{language}:{kind}".strip(":") for language in ("", *LANGUAGES) for kind in KINDS)
 SIZES = {"train": 30_000, "test": 300}
 MARKS = " ?？.。!！¿¡"
+PARTS = re.compile(r"[][]")  # splits a way to ask: before, between and after its brackets
 
 
 class Notes(Drawn):
@@ -81,40 +83,35 @@ class Folder:
 
 def draw_turn(rng: StableRandom, language: str, kind: str, split: str) -> tuple[str, Conversation]:
     """What is asked about; a question and its answer."""
-    tool = "talk" if kind == "talk" else rng.choice(("lookup", "search", "search"))
-    head, asked, tail = ask(rng, language, tool, split)
-    question = head + asked + tail
     if kind == "talk":
-        return asked, small_talk(question, texts_of(language)["talk_answer"])
+        return "", small_talk(ask(rng, language, "talk", split), texts_of(language)["talk_answer"])
+    tool = rng.choice(("lookup", "search", "search"))
+    head, asked, tail = PARTS.split(ask(rng, language, tool, split))
     found = NOTHING if kind == "unknown" else draw_note(rng, language)
-    return asked, looked_up(question, tool, with_blank(head, asked), found, REFUSALS[language])
+    return asked, looked_up(head + asked + tail, tool, with_blank(head, asked), found, REFUSALS[language])
 
 
-def ask(rng: StableRandom, language: str, name: str, split: str) -> tuple[str, str, str]:
-    """A question in one of the ways of that name: the words before those looked up, these, and the words after."""
-    side = "train" if name != "talk" and rng.below(2) else split
-    ways = [parted(way) for way in ways_of(f"notes_{language}", name, side)]
-    head, asked, tail = rng.choice(ways)
+def ask(rng: StableRandom, language: str, name: str, split: str) -> str:
+    """A question in one of the ways of that name, with brackets around the words to look up."""
+    talk = name == "talk"
+    ways = ways_of(f"notes_{language}", name, "train" if not talk and rng.below(2) else split)
+    way = rng.choice(ways)
     # Mix ways' beginnings, middles and ends: the model learns that any words can stand between any others.
-    if asked and split == "train":
-        asked = asked if rng.below(4) else rng.choice(ways)[1]
-        tail = tail if rng.below(4) else rng.choice(ways)[2]
-    draw = partial(draw_word, rng, language, split)
-    head, asked, tail = fill(head, draw), fill(asked, draw), fill(tail, draw)
+    if split == "train" and not talk:
+        head, asked, tail = PARTS.split(way)
+        if not rng.below(4):
+            _, asked, _ = PARTS.split(rng.choice(ways))
+        if not rng.below(4):
+            *_, tail = PARTS.split(rng.choice(ways))
+        way = f"{head}[{asked}]{tail}"
+    way = fill(way, partial(draw_word, rng, language, split))
     if not rng.below(4):
-        head, tail = head.lstrip(MARKS), tail.rstrip(MARKS)
+        way = way.rstrip(MARKS) if talk else way.strip(MARKS)
     if not rng.below(6):
-        head, asked, tail = head.lower(), asked.lower(), tail.lower()
+        way = way.lower()
     if not rng.below(8):
-        head = rng.choice(texts_of(language)["greetings"]) + head
-    return head, asked, tail
-
-
-def parted(way: str) -> tuple[str, str, str]:
-    """A way to ask in three parts: before [, between the brackets, after ]; without brackets all is the last part."""
-    head, _, rest = way.rpartition("[")
-    asked, _, tail = rest.rpartition("]")
-    return head, asked, tail
+        way = rng.choice(texts_of(language)["greetings"]) + way
+    return way
 
 
 def draw_note(rng: StableRandom, language: str) -> str:
