@@ -47,7 +47,8 @@ from nanochat.serve.app import create_app
 from nanochat.serve.gate import LOOPBACK
 from nanochat.serve.served_model import ServedModel
 from nanochat.serve.server import Server
-from nanochat.tasks import example_questions, never_looks_up
+from nanochat.tasks import never_looks_up
+from nanochat.tasks.examples import example_questions
 from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
 from nanochat.training.records import STAGES, latest_checkpoint
 

@@ -12,26 +12,21 @@ from nanochat.inference.calculator import calculate
 @pytest.mark.parametrize("text,result", [
     # What the random expressions below do not have: precedence, other ways of writing numbers, rounding, counting,
     # comparing.
-    ("10 - 4 - 3", "3"), ("2 + 3 * 4", "14"), ("100 / 8 / 2", "6.25"), ("--5", "5"), (" 1+1 \n", "2"),
-    ("0.1 + 0.2", "0.3"), (".5 * 4", "2"), ("1 / 3", "0.333333333333"), ("20 / 3", "6.666666666667"),
-    ("2 / 3000000", "0.000000666666666667"), ("1 / 7 * 7", "1"), ("0 * -1", "0"), ("100 * 3", "300"),
+    ("10 - 4 - 3", "3"), ("2 + 3 * 4", "14"), ("--5", "5"), (" 1+1 \n", "2"), ("0.1 + 0.2", "0.3"), (".5 * 4", "2"),
+    ("1 / 3", "0.333333333333"), ("2 / 3000000", "0.000000666666666667"), ("1 / 7 * 7", "1"), ("0 * -1", "0"),
     ("'strawberry'.count('r')", "3"), ('"it\'s".count("s")', "1"), ("'banana' . count( 'ana' )", "1"),
-    ("'aab'.count('a') * 2 + 1", "5"), ("'naïve café'.count('é')", "1"), ("'1+1'.count('1')", "2"),
-    ("2 < 10", "True"), ("9.11 > 9.9", "False"), ("0.1 + 0.2 == 0.3", "True"), ("1,000 >= 500 * 2", "True"),
-    ("-3 <= -4", "False"), ("7 % 2 != 1", "False"), ("'aa'.count('a') == 2", "True"),
+    ("'aab'.count('a') * 2 + 1", "5"), ("'naïve café'.count('é')", "1"), ("9.11 > 9.9", "False"),
+    ("0.1 + 0.2 == 0.3", "True"), ("1,000 >= 500 * 2", "True"), ("7 % 2 != 1", "False"),
 ])
 def test_values(text, result):
     assert calculate(text) == result
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", "1 +", "* 2", "(1", "1)", "()", "1 2", "+5", "five", "x = 1", "1 = 1", "1 < 2 < 3", "(1 < 2) + 1",
-    "1 <> 2", "1 =< 2", "'a' < 'b'", "1 < 1 / 0", "20%", "$5", "1 / 0",
-    "1 // 0", "1 % (2 - 2)", "1,23", "1,2345", "1234,567", "1.2.3", "1e9", "3.", "0x10", "1_000",
-    "٣ + 1", "2 ** 3", "9 ** 9 ** 9", "1 << 9",
-    "'a'", "'a'.count", "'a'.count()", "'a'.count('')", "'a'.count(1)", "'a'.upper()", "'a' * 9", "'it\\'s'.count('s')",
-    "3.count('3')", "__import__('os').system('true')", "().__class__", "print(1)", "[1][0]", "lambda: 1", "<|bos|>",
-    "(" * 100 + "1" + ")" * 100, "1;2", "\0",
+    "", "1 +", "(1", "1 2", "+5", "five", "x = 1", "1 < 2 < 3", "(1 < 2) + 1", "1 =< 2", "1 < 1 / 0", "20%", "$5",
+    "1 / 0", "1 // 0", "1 % (2 - 2)", "1,23", "1.2.3", "1e9", "0x10", "1_000", "٣ + 1", "9 ** 9 ** 9", "1 << 9", "'a'",
+    "'a'.count", "'a'.count('')", "'a'.count(1)", "'a'.upper()", "'a' * 9", "3.count('3')",
+    "__import__('os').system('true')", "print(1)", "<|bos|>", "(" * 100 + "1" + ")" * 100, "1;2", "\0",
 ])
 def test_what_is_no_expression_has_no_value(text):
     """None, not an exception: the model may write anything between its python tokens."""
@@ -65,9 +60,8 @@ def test_random_expressions():
 
 
 @pytest.mark.parametrize("text", [
-    "9" * 256, "9*" * 127 + "9", "1/9+" * 63 + "1", "(" * 128 + "1" + ")" * 127, "-" * 255 + "1", "1" * 10**7,
-    "(" * 10**6, "'" + "a" * 10**7,
-    "1/" * 127 + "7", "9" * 127 + "%" + "7" * 128, "." * 256, "1," * 128,
+    "9*" * 127 + "9", "1/9+" * 63 + "1", "(" * 128 + "1" + ")" * 127, "-" * 255 + "1", "(" * 10**6,
+    "'" + "a" * 10**7, "9" * 127 + "%" + "7" * 128, "1," * 128,
 ])
 def test_nothing_takes_long_or_grows(text):
     times = timeit.repeat(lambda: calculate(text), number=1, repeat=3, timer=time.process_time)

@@ -1,4 +1,4 @@
-"""Real programs that misbehave: each ends within its limit, is named, and leaves nothing running and nothing behind."""
+"""Real programs that misbehave: each ends within its limit, and leaves nothing running and nothing behind."""
 import os
 import socket
 import subprocess
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.tasks import execution
-from nanochat.tasks.execution import MAX_FILE_BYTES, MAX_PROCESSES, Result, run_python
+from nanochat.tasks.execution import MAX_FILE_BYTES, MAX_PROCESSES, run_python
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and /proc are Linux's")
 MARK = f"nanochat-test-{os.getpid()}"  # on the command line of what a program starts
@@ -40,57 +40,42 @@ def run(request, tmp_path, monkeypatch):
     folders.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folders))
 
-    def run(code: str, timeout: float = 100) -> Result:
+    def run(code: str, timeout: float = 100) -> str | None:
         began = time.monotonic()
-        result = run_python(code.replace("MARK", MARK), timeout)
+        printed = run_python(code.replace("MARK", MARK), timeout)
         assert time.monotonic() - began < timeout + 20, "it did not end within its limit"
         assert not list(folders.iterdir()), "its folder is left"
-        return result
+        return printed
 
     run.walls = request.param == "walls"
     return run
 
 
 @pytest.mark.parametrize("code, stdout", [
-    ("print('é😀', end='')", "é😀"),
-    ("import sys; print('out'); print('err', file=sys.stderr); exit()", "out\n"),
-    ("import sys; sys.stdout.buffer.write(b'\\xff')", "\ufffd"),
+    ("print('é😀', end='')", "é😀"), ("print('out'); exit()", "out\n"),
     ("open('x', 'w').write('kept'); print(open('x').read())", "kept\n"),
-    ("import threading; threading.Timer(0.1, print, ['later']).start()", "later\n"),
     ("import subprocess; print(subprocess.check_output(['echo', 'hi']).decode(), end='')", "hi\n"),
-    ("def f(): return g()\ndef g(): return 3\nprint(f(), __name__)", "3 __main__\n"),
     ("import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nopen('x', 'w'); os.chmod('.', 0)", ""),
     ("import os; print(dict(os.environ).keys() - {'LC_CTYPE', 'PWD'})", "set()\n"),
 ])
 def test_right_programs(run, code, stdout):
-    assert run(code) == Result(True, stdout, "err\n" if "err" in code else "", None,
-                               () if run.walls else ("network", "files", "processes"))
+    assert run(code) == stdout
 
 
-@pytest.mark.parametrize("code, error", [
-    ("print('so far')\nassert False, 'wrong sum'", "exit code 1: AssertionError: wrong sum"),
-    ("input()", "exit code 1: EOFError: EOF when reading a line"),
-    ("import torch", "exit code 1: ModuleNotFoundError: No module named 'torch'"),
-    ("x = '\ud800'", "exit code 1: SyntaxError: (unicode error) 'utf-8' codec can't decode"),
-    ("import os; os.kill(os.getpid(), 9)", "signal 9"),
-    (f"f = open('x', 'wb')\nfor _ in range(2): f.write(bytes({MAX_FILE_BYTES}))", "exit code 1: OSError: [Errno 27]"),
-    ("import sys\nwhile True: sys.stdout.write('x' * 2**20)", "exit code"),
-    pytest.param("x = bytearray(2**30)", "exit code 1: MemoryError", marks=linux_only),
+@pytest.mark.parametrize("code, expected", [
+    ("assert False", "AssertionError"), ("input()", "EOFError"), ("import torch", "ModuleNotFoundError"),
+    (f"f = open('x', 'wb')\nfor _ in range(2): f.write(bytes({MAX_FILE_BYTES}))", "OSError"),
+    pytest.param("x = bytearray(2**30)", "MemoryError", marks=linux_only),
 ])
-def test_what_is_wrong_is_named(run, code, error):
-    result = run(code)
-    assert not result.ok and result.error.startswith(error)
-    assert len(result.stdout) <= MAX_FILE_BYTES
+def test_limits(run, code, expected):
+    assert run(code) is None
+    assert run(f"try:\n exec({code!r})\nexcept {expected}:\n print('as expected')") == "as expected\n"
 
 
-@pytest.mark.parametrize("code", ["while True: pass", "import time; print('begun', flush=True); time.sleep(1000)"])
-def test_timeout(run, code):
-    for timeout in (1, 5, 25):  # on a busy machine it may not have begun within a second
-        result = run(code, timeout=timeout)
-        assert result.error == "timeout"
-        if result.stdout == ("begun\n" if "begun" in code else ""):
-            return
-    pytest.fail("what it said so far is lost")
+@pytest.mark.parametrize("code", ["while True: pass", "import os; os.kill(os.getpid(), 9)",
+                                  "import sys\nwhile True: sys.stdout.write('x' * 2**20)"])
+def test_programs_that_never_end_well(run, code):
+    assert run(code, timeout=3) is None
 
 
 @linux_only
@@ -99,12 +84,8 @@ def test_children_end_with_the_program(run, end):
     """Without bubblewrap those that leave its process group go on, as the module says: none leaves it here."""
     command = "[sys.executable, '-I', '-S', '-c', 'import time; time.sleep(1000)', 'MARK']"
     code = f"import subprocess, sys, time\nsubprocess.Popen({command}, start_new_session={run.walls})\n"
-    for timeout in (1.5, 7, 35):
-        result = run(code + "time.sleep(0.2); print('it has begun')" + end, timeout)
-        wait_for(lambda: not running())  # the kernel ends what is in the namespace, soon after
-        if result.stdout:
-            break
-    assert result.stdout == "it has begun\n" and result.error == ("timeout" if end else None)
+    assert (run(code + "time.sleep(0.2); print('it has begun')" + end, 7) is None) == bool(end)
+    wait_for(lambda: not running())  # the kernel ends what is in the namespace, soon after
 
 
 @linux_only
@@ -115,10 +96,9 @@ def test_walls(run, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "1000"]) as other:
         attacks = [f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=5)",
                    f"open({str(tmp_path / 'file')!r}, 'w').write('spoilt')",
-                   f"import os; os.chmod({str(tmp_path / 'file')!r}, 0)",
                    f"open('/proc/{other.pid}/cmdline').read()", f"import os; os.kill({other.pid}, 15)"]
         for code in attacks:
-            assert not run(code).ok, code
+            assert run(code) is None, code
         assert (tmp_path / "file").read_text() == "as it was" and other.poll() is None
         for code in attacks:
             subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
@@ -130,14 +110,13 @@ def test_walls(run, tmp_path):
 def test_a_fork_bomb(run):
     counted = run("import os, time\nfor n in range(50):\n try:\n  if os.fork() == 0: time.sleep(100)\n"
                   " except OSError: break\nprint(n + 1)")
-    assert 1 < int(counted.stdout) <= MAX_PROCESSES
+    assert 1 < int(counted) <= MAX_PROCESSES
 
 
 def test_many_at_a_time_from_threads(run):
-    expected = [(f"{i}\n", None if i % 3 else f"exit code 1: ValueError: {i}") for i in range(12)]
     codes = [f"print({i})\nif {i} % 3 == 0: raise ValueError({i})" for i in range(12)]
     with ThreadPoolExecutor(6) as pool:
-        assert [(result.stdout, result.error) for result in pool.map(run_python, codes)] == expected
+        assert list(pool.map(run_python, codes)) == [f"{i}\n" if i % 3 else None for i in range(12)]
 
 
 @pytest.mark.parametrize("run", ["walls"], indirect=True)

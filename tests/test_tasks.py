@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import REPO, run_module
+from nanochat.corpus.passages import make_library
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.tinyworld import COMPUTED, WORDS, facts
@@ -24,11 +25,13 @@ from nanochat.data.conversation import check_conversation, parts, text_of
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer, get_tokenizer
 from nanochat.inference.calculator import calculate
+from nanochat.inference.retrieval import Library
 from nanochat.inference.tools import Tools
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import Mixture, describe_validation, example_questions, make_mixture, make_task, without_parts
+from nanochat.tasks import Mixture, describe_validation, make_mixture, make_task, without_parts
 from nanochat.tasks import world_questions as world
-from nanochat.tasks.common import last_number, single_turn
+from nanochat.tasks.common import last_number, read_texts, single_turn
+from nanochat.tasks.examples import OF_PYTHON, example_questions
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity",
@@ -73,25 +76,23 @@ def in_a_process(code: str, **env: str) -> str:
 
 # ---- Sequences, parts, mixtures -------------------------------------------------------------------------------------
 
-def test_indices_and_slices_are_those_of_a_list():
+def test_slices():
     task, whole = Numbers("a", 10)[1:], [f"a{i}" for i in range(1, 10)]
-    for part in (slice(2, 5), slice(-3, None), slice(None, None, -4), slice(8, 99)):
+    for part in (slice(2, 5), slice(None, None, -4), slice(8, 99)):
         assert questions(task[part]) == whole[part]
     assert asked(task[-1]) == "a9"
-    with pytest.raises(IndexError):
-        task[:3][3]
 
 
-def test_a_mixture_has_every_conversation_of_every_pass_once_and_an_order_of_its_seed():
+def test_mixture():
+    """Every conversation of every pass once, in an order of the seed's."""
     tasks = [Numbers("a", 50), Numbers("b", 7), Numbers("none", 0), Numbers("b", 7)]
-    orders = [questions(Mixture(tasks, seed)) for seed in (0, 0, 1, -1)]
-    assert orders[0] == orders[1]
-    assert len({tuple(order) for order in orders}) == 3, "seeds n and -n coincide"
+    orders = [questions(Mixture(tasks, seed)) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
     once = questions(tasks[0]) + 2 * questions(tasks[1])
     assert all(sorted(order) == sorted(once) for order in orders)
 
 
-def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
+def test_conversations_are_the_same_everywhere():
     code = ("import hashlib, json, random\nfrom nanochat.tasks import make_mixture\nrandom.seed(3)\n"
             "mixture = make_mixture('tinyworld, arithmetic[:300], spellingbee[:300]*2', 'test', seed=5)\n"
             "print(len(mixture), hashlib.sha256(json.dumps(list(mixture)).encode()).hexdigest())")
@@ -101,15 +102,10 @@ def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
     assert result.startswith("3980 81d196971022793c10071f768d8089bf")
 
 
-def test_importing_loads_no_optional_package():
-    code = "import sys, nanochat.tasks; print(sorted({'datasets', 'torch'} & set(sys.modules)))"
-    assert in_a_process(code) == "[]\n"
-
-
 # ---- The embedded tasks ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("spec", EMBEDDED)
-def test_embedded_conversations_are_whole_and_their_own_answers_right(spec: str):
+def test_right_and_wrong_answers(spec: str):
     for split in ("train", "test"):
         task = make_task(spec, split)
         assert task.eval_type == "generative" and task.name
@@ -123,7 +119,7 @@ def test_embedded_conversations_are_whole_and_their_own_answers_right(spec: str)
 
 
 @pytest.mark.parametrize("spec", EMBEDDED)
-def test_what_is_asked_in_the_test_split_is_never_trained_on(spec: str):
+def test_held_out_questions_are_not_trained_on(spec: str):
     """Greetings in front and earlier turns do not make a question another one."""
     def last_question(conversation: dict) -> str:
         return re.sub("|".join(f"^{greeting}(?=.)" for greeting in world.GREETINGS if greeting), "",
@@ -136,7 +132,7 @@ def test_what_is_asked_in_the_test_split_is_never_trained_on(spec: str):
     assert len(trained) > 50 and len(tested) > 15 and not trained & tested
 
 
-def test_evaluating_finds_the_last_number():
+def test_last_number():
     for text, number in {"36 of 40": 40, "It costs $1,234.50.": 1234.5, "7-3=4": 4, "x=-4": -4, "1,2,3": 3, "12,34": 34,
                          "none": None, "a1": None}.items():
         assert last_number(text) == number, text
@@ -153,7 +149,7 @@ def value(expression: str) -> float:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_arithmetic_calls_the_tool_with_what_was_asked_and_says_what_it_answers(split: str):
+def test_arithmetic_calls(split: str):
     for conversation in make_task("arithmetic", split)[::2]:
         (_, expression), (_, output), _ = parts = parts_of(conversation)
         assert parts == [("python", expression), ("python_output", output), ("text", f"The answer is {output}.")]
@@ -178,7 +174,7 @@ READINGS = {  # easy questions, and stories by their last sentence: read indepen
 }
 
 
-def test_arithmetic_questions_mean_what_is_computed():
+def test_arithmetic_questions():
     read = Counter()
     for conversation in make_task("arithmetic", "test"):
         for pattern, compute in READINGS.items():
@@ -189,7 +185,7 @@ def test_arithmetic_questions_mean_what_is_computed():
     assert set(read) == set(READINGS) and min(read.values()) >= 3
 
 
-def test_arithmetic_holds_out_an_expression_on_every_level_and_in_every_order_of_its_numbers():
+def test_arithmetic_splits():
     def problem(expression: str) -> tuple[str, ...]:
         return re.sub("[0-9]+", "n", expression), *sorted(re.findall("[0-9]+", expression))
 
@@ -203,28 +199,25 @@ def test_arithmetic_holds_out_an_expression_on_every_level_and_in_every_order_of
 
 # ---- Python: documentation and programs
 
-def test_pydoc_says_what_the_documentation_says_about_that_object():
+def test_pydoc():
     """Names are resolved by the standard library's own pydoc, which the task does not use."""
     def plain(text: str) -> str:
         return " ".join(text.lower().split())
 
-    answers = []
-    for spec, split in (("pydoc", "train"), ("pydoc", "test"), ("pydoc:known", "test")):
-        task = make_task(spec, split)
+    sides = []
+    for split in ("train", "test"):
+        task = make_task("pydoc", split)
         objects = dict(task.objects)
-        answers.append(objects)
+        sides.append(objects)
         for name, sentence in objects.items():
             assert plain(sentence).rstrip(".") in plain(inspect.getdoc(pydoc.locate(name)) or ""), name
         for conversation in task[::31]:
             words = [word.strip("?.,") for word in asked(conversation).split()]
             assert reference(conversation) in map(objects.get, words), asked(conversation)
-    trained, held_out, known = answers
-    assert len(trained) > 2000 and len(held_out) > 200 and known == trained and not trained.keys() & held_out.keys()
-    # The sentence follows "-> v, ".
-    assert (trained | held_out)["dict.pop"] == "Remove specified key and return the corresponding value."
+    assert len(sides[0]) > 2000 and len(sides[1]) > 200 and not sides[0].keys() & sides[1].keys()
 
 
-def test_what_pydoc_knows_does_not_depend_on_what_else_is_imported():
+def test_pydoc_does_not_depend_on_imports():
     """What torch and we change in the standard library would shift a mixture's order, and end a resumed run."""
     code = "from nanochat.tasks.python_questions import documented; print(documented('train'), documented('test'))"
     more = ("import torch._dynamo; "
@@ -232,8 +225,9 @@ def test_what_pydoc_knows_does_not_depend_on_what_else_is_imported():
     assert in_a_process(code) == in_a_process(more + code)
 
 
-def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_calculates():
-    called = Counter()
+def test_run_prints_and_calculates():
+    """What Python prints; calls with their values; a sum's and a loop's number by number, as it runs."""
+    kinds = Counter()
     for split in ("train", "test"):
         task = make_task("run:tool", split)
         for conversation in task[::len(task) // 25]:
@@ -244,42 +238,20 @@ def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_c
             *calls, _ = parts_of(conversation)
             outputs = [output for _, output in calls[1::2]]
             assert [calculate(expression) for _, expression in calls[::2]] == outputs, conversation
-            loop = re.search(r"\n(\w+) = 0\nfor (\w+) in \[(.+)\]:\n    \1 \+= \2\nprint\(\1\)$", asked(conversation))
-            if loop:  # a sum is calculated number by number
-                assert list(map(int, outputs)) == list(itertools.accumulate(map(int, loop[3].split(", "))))
-            added = re.search(r"print\(sum\(\[(.+)\]\)\)$", asked(conversation))
-            if added:
+            kinds[bool(calls)] += 1
+            if added := re.search(r"print\(sum\(\[(.+)\]\)\)$", asked(conversation)):
                 assert list(map(int, outputs)) == list(itertools.accumulate(map(int, added[1].split(", "))))[1:]
-                called["sum"] += 1
-            while_loop = re.search(r"= (\d+)\nwhile \w+ < (\d+):\n    \w+ \+= (\d+)\n", asked(conversation))
-            if while_loop:  # each turn's comparison, then its sum; in the end the comparison that is false
-                start, end, step = map(int, while_loop.groups())
+                kinds["sum"] += 1
+            # Each turn's comparison, then its sum; in the end the comparison that is false.
+            if loop := re.search(r"= (\d+)\nwhile \w+ < (\d+):\n    \w+ \+= (\d+)\n", asked(conversation)):
+                start, end, step = map(int, loop.groups())
                 turns = [f"{turn}" for x in range(start, end, step) for turn in (True, x + step)]
                 assert outputs == [*turns, "False"]
-                called["while"] += 1
-            called[bool(calls), bool(loop)] += 1
-    assert called[True, True] > 10 and called[True, False] > 500 and called[False, False] > 500
-    assert called["sum"] > 10 and called["while"] > 10
-
-
-def test_every_kind_of_program_is_practised_about_equally_often_and_tested_without_repetitions():
-    """One kind has twenty programs, another millions."""
-    trained, tested = (list(questions(make_task("run", split))) for split in ("train", "test"))
-    one, many = (sum(bool(re.search(kind, program)) for program in trained)
-                 for kind in (r'print\("\w+"\.upper\(\)\)$', r"print\(sorted\(\["))
-    assert min(one, many) > len(trained) / 120 and max(one, many) < len(trained) / 60
-    assert len({program.partition("\n\n")[2] for program in tested}) == len(tested)
+                kinds["while"] += 1
+    assert kinds[True] > 500 and kinds[False] > 500 and kinds["sum"] > 10 and kinds["while"] > 10
 
 
 # ---- SpellingBee
-
-def test_spellingbee_sides_share_no_word_and_test_none_that_the_corpus_spells():
-    trained, tested = (set(make_task("spellingbee", split).words) for split in ("train", "test"))
-    assert len(trained) == 20_000 and len(tested) == 2_000 and not trained & tested
-    assert set(WORDS) <= trained and all(re.fullmatch("[a-z]{3,8}", word) for word in trained | tested)
-    used = Counter(re.findall("[a-z]{3,8}", " ".join(questions(make_task("spellingbee", "test")))))
-    assert min(used[word] for word in tested) >= 3  # every word in each of three kinds
-
 
 def check_spelling(conversation: dict) -> tuple[str, int]:
     """Kind, and count (0 where none is asked for), of a conversation whose answer is right."""
@@ -303,7 +275,9 @@ def check_spelling(conversation: dict) -> tuple[str, int]:
     return "hand", count
 
 
-def test_spellingbee_spells_and_counts_right():
+def test_spelling_and_counting():
+    trained, tested = (set(make_task("spellingbee", split).words) for split in ("train", "test"))
+    assert len(trained) == 20_000 and len(tested) == 2_000 and not trained & tested and set(WORDS) <= trained
     checked = Counter(check_spelling(conversation) for conversation in make_task("spellingbee", "test"))
     for kind in ("tool", "hand"):
         assert sum(checked[kind, count] for count in range(9)) == checked["spell", 0] == 2000
@@ -312,36 +286,28 @@ def test_spellingbee_spells_and_counts_right():
 
 # ---- The words of a tokenizer
 
-def learn_world(folder: Path, more: list[str]) -> set[str]:
-    """Give the data set `world` a tokenizer that was learned from all facts, and from more words. Its words."""
-    texts = [" ".join(filter(None, telling)) for fact in facts() for telling in fact.tellings]
-    texts += [" ".join(more)] * 3
-    learn_tokenizer(texts, 4000).save(folder / "tokenizer" / "world")
-    return set(re.findall("[a-z]+", " ".join(texts).lower()))
-
-
-def test_words_are_tokens_and_words_of_several_and_a_word_is_on_one_side_in_all_tasks(base_folder):
+def test_words_of_a_tokenizer(base_folder):
+    """Tokens are trained on; held out are words of several. A word is on one side in all tasks."""
     generated = [make_task("spellingbee", split).words for split in ("train", "test")]
-    seen = learn_world(base_folder, generated[0][-60:] + generated[1][-60:])
+    texts = [" ".join(filter(None, telling)) for fact in facts() for telling in fact.tellings]
+    texts += [" ".join(generated[0][-60:] + generated[1][-60:])] * 3
+    learn_tokenizer(texts, 4000).save(base_folder / "tokenizer" / "world")
     trained, tested = (set(make_task("words:world", split).words) for split in ("train", "test"))
     assert len(trained) > 1500 and len(tested) > 100 and not trained & tested
     assert not tested.intersection(generated[0], WORDS) and not trained.intersection(generated[1])
-    by_hand, mixed = ([*make_task(f"words:world{kind}", "train")] for kind in (":hand", ""))
-    assert len(by_hand) == len(trained) and len({*questions(by_hand)}) == len(trained)
-    assert {*questions(by_hand)} <= {*questions(mixed)} and len(mixed) == 7 * len(trained)
-    assert all(reference(one).count("-") > 1 for one in by_hand)
+    assert len(make_task("words:world:hand", "train")) == len(trained) == len(make_task("words:world", "train")) / 7
     tokenizer = get_tokenizer("world")
-    assert all(len(tokenizer.encode(f" {word}")) > 1 for word in tested), "none of those held out is a token"
-    # Without the rule about longer tokens a quarter are fragments: the beginnings of words, and never words themselves.
+    assert all(len(tokenizer.encode(f" {word}")) > 1 for word in tested)
+    # A quarter of the tokens are beginnings of words, and never words themselves.
     beginnings = {token[1:].decode().lower() for token in tokenizer.merges if re.fullmatch(b" [A-Za-z]{3,}", token)}
+    seen = set(re.findall("[a-z]+", " ".join(texts).lower()))
     found = trained & beginnings
-    assert len(beginnings - seen) > 0.2 * len(beginnings) and len(found - seen) < 0.02 * len(found)
-    assert len(found) > 500 and len(found.intersection(generated[0][-60:])) > 30
+    assert len(beginnings - seen) > 0.2 * len(beginnings) and len(found - seen) < 0.02 * len(found) > 10
 
 
 # ---- TinyWorld
 
-def test_every_fact_is_held_out_in_some_phrasing_that_is_trained_with_other_facts():
+def test_facts_are_held_out_in_some_phrasing():
     in_documents = {telling.question for fact in facts() for telling in fact.tellings if telling.question}
     tested, trained = ([item.question for item in world.items(split) if item.right] for split in ("test", "train"))
     assert not set(tested) & {*trained, *in_documents} and in_documents <= set(trained)
@@ -351,26 +317,13 @@ def test_every_fact_is_held_out_in_some_phrasing_that_is_trained_with_other_fact
         assert all(len(list(filter(pattern.fullmatch, questions))) > 40 for questions in (tested, trained))
 
 
-def test_second_questions_are_held_out_with_what_they_refer_to():
-    sides = []
-    for split in ("train", "test"):
-        two = [one for one in make_task("tinyworld", split) if len(one["messages"]) > 3]
-        assert len(two) == world.TWO_TURNS[split]
-        sides.append({(asked(one), reference(one)) for one in two if asked(one).startswith(("And ", "What about "))})
-    assert min(map(len, sides)) > 80 and not sides[0] & sides[1]
-
-
-def test_sums_are_calculated_wherever_they_are_asked():
+def test_sums_of_the_world_are_calculated():
     sums = {f"{fact.slots['s']} = {fact.slots['a']}." for fact in facts() if fact.topic == "sums"}
-    assert len(sums) == 200
-    for split in ("train", "test"):
-        answers = [message["content"] for one in make_task("tinyworld", split) for message in one["messages"]
-                   if message["role"] == "assistant"]
-        calculated = [answer for answer in answers if not isinstance(answer, str)]
-        assert {text_of(answer) for answer in calculated} == sums
-        assert not sums & {answer for answer in answers if isinstance(answer, str)}
-        for call, result, text in calculated:
-            assert result["text"] == calculate(call["text"]) and text["text"] == f"{call['text']} = {result['text']}."
+    answers = [message["content"] for one in make_task("tinyworld", "train") for message in one["messages"][1::2]]
+    calculated = [answer for answer in answers if isinstance(answer, list)]
+    assert {text_of(answer) for answer in calculated} == sums and not sums.intersection(map(str, answers))
+    for call, result, _ in calculated:
+        assert result["text"] == calculate(call["text"])
 
 
 def judge(question: str, answer: str) -> bool:
@@ -391,25 +344,23 @@ def judge(question: str, answer: str) -> bool:
      ("Since coffee is c-o-f-f-e:1-e, it has the letter e twice.", "Once.", "2.")),
     ("If 2*x + 2 = 6, what is x?", ("2.", "If 2*x + 2 = 6, then 2*x = 4 and x is 2."), ("2*x + 2 = 6.", "12.")),
 ])
-def test_tinyworld_takes_the_fact_and_nothing_near_it(question: str, right: tuple, wrong: tuple):
+def test_judge_of_facts(question: str, right: tuple, wrong: tuple):
     for answer in right:
         assert judge(question, answer), answer
     for answer in (*wrong, question, question.rstrip("?.") + ".", ""):
         assert not judge(question, answer), answer
 
 
-def test_the_model_says_who_it_is():
+def test_judge_of_identity():
+    """Of the canned sentences only the one that is wanted is right, or the same with a greeting."""
     task = make_task("tinyworld:identity", "test")
-    for conversation in make_task("tinyworld:identity", "train"):
-        assert "nanochat" in reference(conversation) and task.evaluate(conversation, reference(conversation))
     wanted = {reply: single_turn("?", reply) | {"right": []} for reply in world.IDENTITY}
     who, hello, name, _, maker, *_ = wanted
-    # Of the canned sentences only the one that is wanted is right, or the same with a greeting.
     for reply, conversation in wanted.items():
         assert [other for other in wanted if task.evaluate(conversation, other)] == [reply] + [hello] * (reply == who)
     for reply, answer, right in (
-        (who, "I'm nanochat, a language model!", True), (who, "I am nanochat.", False),
-        (who, "I am nanochatty, a language model.", False), (name, "hi! I am called nanochat", True),
+        (who, "I'm nanochat, a language model!", True), (who, "I am nanochatty, a language model.", False),
+        (name, "hi! I am called nanochat", True),
         (maker, "I am nanochat, a small language model, made by OpenAI.", False),
     ):
         assert task.evaluate(wanted[reply], answer) == right, answer
@@ -445,26 +396,26 @@ def write(base_folder: Path, name: str, rows: list[dict]) -> None:
         path.write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_smoltalk_from_several_files_keeps_roles_and_texts(base_folder):
+def test_smoltalk(base_folder):
     write(base_folder, "smoltalk/data/train-00000-of-00002.parquet", SMOLTALK[:1])
     write(base_folder, "smoltalk/data/train-00001-of-00002.parquet", SMOLTALK[1:])
     task = make_task("smoltalk", "train")
     assert task.eval_type is None and sorted(map(json.dumps, task)) == sorted(map(json.dumps, SMOLTALK))
 
 
-def test_mmlu_trains_on_the_auxiliary_rows_and_is_measured_on_all(base_folder):
-    auxiliary = [{"train": row} for row in MMLU]  # the hub has them wrapped
-    write(base_folder, "mmlu/auxiliary_train/train-00000-of-00001.parquet", auxiliary)
+def test_mmlu(base_folder):
+    """The auxiliary rows, which the hub has wrapped once more, are for training."""
+    write(base_folder, "mmlu/auxiliary_train/train-00000-of-00001.parquet", [{"train": row} for row in MMLU])
     write(base_folder, "mmlu/all/test-00000-of-00001.parquet", MMLU[:1])
-    assert sorted(question.splitlines()[1] for question in questions(make_task("mmlu", "train"))) == [
-        "0 + 1?", "1 + 1?", "2 + 1?"]
+    assert len(make_task("mmlu", "train")) == 3
     task = make_task("mmlu", "test")
-    assert (len(task), task.name, task.eval_type, task.baseline) == (1, "MMLU", "categorical", 0.25)
+    assert (len(task), task.eval_type, task.baseline) == (1, "categorical", 0.25)
+    # Letters on lines of their own are the tokens that the answers are.
     assert asked(task[0]).splitlines()[1:] == ["0 + 1?", "0", "A", "1", "B", "7", "C", "9", "D"]
     assert [letter for letter in task[0]["letters"] if task.evaluate(task[0], letter)] == [reference(task[0])] == ["B"]
 
 
-def test_arc_has_letters_whatever_its_labels_and_three_to_five_choices(base_folder):
+def test_arc(base_folder):
     write(base_folder, "arc/ARC-Easy/test.jsonl", ARC)
     task = make_task("arc", "test")
     assert task.name == "ARC-Easy" and task.baseline == pytest.approx((1 / 3 + 1 / 5) / 2)
@@ -474,17 +425,7 @@ def test_arc_has_letters_whatever_its_labels_and_three_to_five_choices(base_fold
     assert task[:1].baseline in (1 / 3, 1 / 5)  # of the part that is asked, not of the whole
 
 
-def test_the_letter_in_the_question_is_the_token_of_the_answer(base_folder):
-    """After a blank or a sign it would be another one; this tokenizer has merged them as often as it could."""
-    write(base_folder, "mmlu/all/test.jsonl", MMLU)
-    question = asked(make_task("mmlu", "test")[0])
-    tokenizer = learn_tokenizer([f"{mark}{letter}{mark}{letter} " * 3
-                                 for mark in ("", " ", "=", "(", "\n", ".", "\n\n") for letter in "ABCD"], 400)
-    (a,) = tokenizer.encode("A")
-    assert tokenizer.encode(question).count(a) == 1 and a not in tokenizer.encode(" A")
-
-
-def test_gsm8k_calls_the_calculator_where_it_was_annotated(base_folder):
+def test_gsm8k(base_folder):
     write(base_folder, "gsm8k/main/test-00000-of-00001.parquet", GSM8K)
     task = make_task("gsm8k", "test")
     assert parts_of(task[0]) == [
@@ -497,7 +438,7 @@ def test_gsm8k_calls_the_calculator_where_it_was_annotated(base_folder):
         assert not task.evaluate(task[0], answer)
 
 
-def test_humaneval_runs_the_tests_of_its_problem(base_folder):
+def test_humaneval(base_folder):
     write(base_folder, "humaneval/openai_humaneval/test-00000-of-00001.parquet", HUMANEVAL)
     task = make_task("humaneval", "test")
     assert "def double" in asked(task[0]) and "return" not in asked(task[0])
@@ -508,7 +449,7 @@ def test_humaneval_runs_the_tests_of_its_problem(base_folder):
     for wrong in ("I cannot.", whole.replace("+", "*"), f"{whole}\nimport sys\nsys.exit(0)",
                   f"```python\n{whole.replace('double', 'twice')}\n```", f"{whole}\nassert False"):
         assert not task.evaluate(task[0], wrong), wrong
-    with pytest.raises(UserError, match="cannot load the train split of .*humaneval"):
+    with pytest.raises(UserError, match="train split"):
         make_task("humaneval", "train")
 
 
@@ -520,15 +461,13 @@ def own_file(folder: Path, lines: list[str]) -> Path:
     return path
 
 
-def test_own_conversations_are_split_by_their_text_and_duplicates_stay_together(tmp_path):
+def test_json_splits_by_text(tmp_path):
+    """Equal conversations stay together."""
     rows = [single_turn(f"Frage {i} ü", f"{i}") for i in range(400)]
-    again = [json.dumps(row["messages"], ensure_ascii=False, separators=(",", ":")) for row in rows]
-    path = own_file(tmp_path, [*map(json.dumps, rows), "", *again])
-    train, test = (make_task(f"json:{path}", split) for split in ("train", "test"))
-    trained, tested = Counter(questions(train)), Counter(questions(test))
-    assert not set(trained) & set(tested) and len(trained) + len(tested) == 400 and 5 < len(tested) < 45
+    path = own_file(tmp_path, [json.dumps(row) for row in [*rows, *rows]])
+    trained, tested = (Counter(questions(make_task(f"json:{path}", split))) for split in ("train", "test"))
+    assert not trained.keys() & tested.keys() and len(trained) + len(tested) == 400 and 5 < len(tested) < 45
     assert {*trained.values(), *tested.values()} == {2}
-    assert train[0].keys() == {"messages"} and train.eval_type is None
     assert list(make_task(f"json:{path}:all", "test")) == 2 * rows
 
 
@@ -552,19 +491,13 @@ FORMS = {
     """{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}, {"from": "human",
         "value": "Bye"}, {"from": "gpt", "value": "See you"}], "system": "Be kind.", "tools": ""}""":
         "s:Be kind. u:Hi a:Hello u:Bye a:See you",
-    """{"id": "0", "conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}""":
-        "u:Hi a:Hello",
     # Alpaca
     """{"instruction": "Classify.", "input": "Blue", "output": "A color."}""": "u:Classify.\n\nBlue a:A color.",
-    """{"instruction": "Say hi.", "input": "", "output": "Hi."}""": "u:Say hi. a:Hi.",
     # trl and mlx-lm: the prompt is not learned
     """{"prompt": "The sky is", "completion": " blue."}""": "u:The sky is a: blue.",
     """{"prompt": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"},
         {"role": "user", "content": "C"}], "completion": [{"role": "assistant", "content": "D"}]}""":
         "u:A a:(B) u:C a:D",
-    # Servers of models that reason
-    """{"messages": [{"role": "user", "content": "A"},
-        {"role": "assistant", "content": "B", "reasoning_content": "Hm."}]}""": "u:A a:B",
 }
 
 
@@ -580,159 +513,111 @@ def in_short(conversation: dict) -> str:
     return " ".join(turns)
 
 
-def test_conversations_in_the_forms_of_other_tools(tmp_path, capsys):
-    """As lines and as one JSON list, also compressed; what is not used is said once, with how often it is there."""
+def test_json_forms(tmp_path, capsys):
+    """As lines, and as one compressed JSON list; keys that are not used are said once."""
     rows = [json.loads(row) for row in FORMS]
     lines = own_file(tmp_path, map(json.dumps, rows))
-    (tmp_path / "list.json").write_text(json.dumps(rows, indent=2))
     (tmp_path / "list.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
-    for path in (lines, tmp_path / "list.json", tmp_path / "list.json.gz"):
+    for path in (lines, tmp_path / "list.json.gz"):
         for split in ("train", "test"):
             assert list(map(in_short, make_task(f"json:{path}:all", split))) == list(FORMS.values())
-        assert capsys.readouterr().out == (f"{path}: not learned, with counts: answers of weight 0 (2), "
-                                           "id (2), name (1), tools (1), reasoning_content (1)\n")
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1 and said.rpartition(": ")[2].split(", ")[0] == "id" and "tools" in said
 
 
 USER = {"role": "user", "content": "x"}
 
 
 @pytest.mark.parametrize("row, problem", [
-    ({"text": "<s>[INST] Hi [/INST] Hello</s>", "id": 3, "n": None}, "no messages; expected .*; there is: text, id$"),
-    ({"prompt": "x", "chosen": "y", "rejected": "z"}, "there is: prompt, chosen, rejected$"),
-    ({"messages": []}, "there is: messages$"), (["x"], "message 1 has role None; expected one of system, user"),
-    ([USER, {"role": "assistant", "content": "y", "weight": 0.5}],
-     r"message 2 has weight 0.5; expected 0 \(read, not learned\) or 1"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "message 1: only .*than texts"),
-    ([USER, {"role": "assistant", "content": None}], "message 2: its content is neither"),
-    ([USER, {"role": "tool", "content": "1"}], "message 2 has role 'tool'"),
-    ([USER, {"role": "user", "content": "y"}], "must take turns, .*: user user"),
-    ({"conversations": [{"from": "human", "value": "x"}, {"from": "bing", "value": "y"}]}, "message 2 has role 'bing'"),
-    ({"conversations": [{"from": "gpt", "value": "x"}]}, "must take turns, the user first"),
-    ('{"messages": [', "not JSON"), (17, "messages.*; there is: int"), ([], "no messages"),
-    (single_turn("a", "b")["messages"][:1], "last message"), *((
-        single_turn("a", blank), "message 2 is an empty answer") for blank in (
-        "", " \u3000\n", [{"type": "text", "text": ""}], [{"type": "text", "text": " ", "weight": 0}])),
+    ({"text": "<s>[INST] Hi [/INST] Hello</s>", "id": 3, "n": None}, "text, id"), ({"messages": []}, "messages"),
+    (["x"], "message 1"), ([USER, {"role": "assistant", "content": "y", "weight": 0.5}], "0.5"),
+    ([USER, {"role": "assistant", "content": None}], "message 2"), ([USER, {"role": "tool", "content": "1"}], "tool"),
+    ([USER, {"role": "user", "content": "y"}], "user user"), ({"prompt": [USER], "completion": "y"}, "message 1"),
+    ('{"messages": [', "JSON"), ([USER], "last message"), (single_turn("a", " \u3000\n")["messages"], "empty"),
 ])
-def test_what_is_no_conversation_is_named_with_its_place_and_what_is_there(tmp_path, row, problem: str):
+def test_json_names_the_place_of_a_wrong_row(tmp_path, row, problem: str):
     line = row if isinstance(row, str) else json.dumps(row)
-    entry = "line 1" if problem == "not JSON" else "entry 2"
-    for lines, place in (([GOOD, "", GOOD, line, "worse"], "line 4"), ([f"[{GOOD}, {line}]"], entry)):
-        path = own_file(tmp_path, lines)
-        with pytest.raises(UserError, match=problem) as caught:
-            make_task(f"json:{path}:all", "train")
-        assert str(caught.value).startswith(f"{path}, {place}: ") and "\n" not in str(caught.value)
+    path = own_file(tmp_path, [GOOD, "", GOOD, line, "worse"])
+    with pytest.raises(UserError) as caught:
+        make_task(f"json:{path}:all", "train")
+    said = str(caught.value)
+    assert said.startswith(f"{path}, line 4: ") and problem in said and "\n" not in said
 
 
-@pytest.mark.parametrize("script, setting", [
-    ("mid_train", "tasks"), ("chat_sft", "tasks"), ("chat_rl", "task"), ("chat_eval", "tasks")])
-def test_a_missing_file_is_answered_before_torch_is_loaded(tmp_path, script, setting):
+def test_missing_file_before_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")
-    environment = {"PYTHONPATH": f"{tmp_path}:{REPO}"}
-    failed = run_module(f"scripts.{script}", f"--{setting}=json:{tmp_path}/none.jsonl", env=environment, fresh=True)
-    assert failed.returncode == 1 and failed.stderr.startswith(f"error: cannot read {tmp_path}/none.jsonl: "), failed
+    failed = run_module("scripts.chat_sft", f"--tasks=json:{tmp_path}/none.jsonl",
+                        env={"PYTHONPATH": f"{tmp_path}:{REPO}"}, fresh=True)
+    assert failed.returncode == 1 and f"{tmp_path}/none.jsonl" in failed.stderr and "loaded" not in failed.stderr
 
 
-def test_a_file_that_is_not_utf8_is_read_with_the_encoding_that_is_named(tmp_path, capsys):
-    """Without one the error says which it may be, and how to name it; damage in UTF-8 is said."""
+def test_json_encoding(tmp_path):
+    """Without one the error says how to name it."""
     path = tmp_path / "own.jsonl"
     rows = [single_turn("Wann?", f"Die Bäckerei öffnet um {i}; süße Brötchen kosten {i} Mäuse.") for i in range(40)]
-    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    for encoding in ("latin-1", "utf-16"):
-        path.write_bytes(text.encode(encoding))
-        with pytest.raises(UserError, match=rf"not utf-8: .*json:{path}:encoding="):
-            make_task(f"json:{path}", "train")
-        for argument in (f"all:encoding={encoding}", f"encoding={encoding}:all"):
-            assert list(make_task(f"json:{path}:{argument}", "train")) == rows
-    with pytest.raises(UserError, match="unknown encoding: latein"):
-        make_task(f"json:{path}:encoding=latein", "train")
-    path.write_bytes(text.encode() + b"\n" + GOOD.replace("b", "\xe9").encode("latin-1"))
-    assert len(make_task(f"json:{path}:all", "train")) == len(rows) + 1
-    assert f"1 files are damaged UTF-8, whose unreadable characters became U+FFFD: {path}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name, reason", [("own.jsonl.gz", "inflate"), ("own.jsonl.xz", "ended"), ("", "such file")])
-def test_own_conversations_that_cannot_be_read_are_one_line(tmp_path, name, reason):
-    (tmp_path / "own.jsonl.gz").write_bytes(b"no")
-    (tmp_path / "own.jsonl.xz").write_bytes(b"no")
-    path = tmp_path / (name or "nothing.jsonl")
-    with pytest.raises(UserError, match=f"^cannot read {path}: .*{reason}.*$"):
+    path.write_bytes("\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode("latin-1"))
+    with pytest.raises(UserError, match=f"json:{path}:encoding="):
         make_task(f"json:{path}", "train")
+    for argument in ("all:encoding=latin-1", "encoding=latin-1:all"):
+        assert list(make_task(f"json:{path}:{argument}", "train")) == rows
 
 
-def test_conversations_that_are_trained_on_are_not_called_held_out(tmp_path):
+def test_validation_on_training_conversations_is_said(tmp_path):
     path = own_file(tmp_path, [json.dumps(single_turn(f"Frage {i}", f"{i}")) for i in range(100)])
-    for specs, described in ((f"json:{path}, arithmetic", "held out"),
-                             (f"json:{path}:all[:9]*2", "validation, on the same conversations as in training"),
-                             (f"arithmetic, json:{path}:all", f"validation, held out except json:{path}, the same")):
-        assert describe_validation(make_mixture(without_parts(specs), "test", seed=0)).startswith(described)
+    for specs, described in ((f"json:{path}, arithmetic", "held out"), (f"json:{path}:all[:9]*2", "same conversations"),
+                             (f"arithmetic, json:{path}:all", f"held out except json:{path}")):
+        assert described in describe_validation(make_mixture(without_parts(specs), "test", seed=0))
 
 
 # ---- Specs, and data that is not there ------------------------------------------------------------------------------
 
-def test_a_task_after_another_is_asked_and_judged_as_it_is_alone():
+def test_after_another_task():
     """One turn of the other task, without its system message, which may only stand first; then its own conversation."""
     after = make_task("after:arithmetic+tinyworld[:400]", "test")
-    assert len(after) == 400 and after.name == "TinyWorld after Arithmetic" and len(after[:3]) == 3
-    systems = 0
+    assert len(after) == 400 and len(after[:3]) == 3
     for conversation, own, earlier in zip(after, make_task("tinyworld", "test"), make_task("arithmetic", "test")):
         has_system = own["messages"][0]["role"] == "system"
-        systems += has_system
         assert conversation["messages"] == earlier["messages"] + own["messages"][has_system:]
         assert after.evaluate(conversation, reference(own)) and not after.evaluate(conversation, reference(earlier))
-    assert systems > 5
-    with pytest.raises(UserError, match="expected after:EARLIER"):
-        make_task("after:lookup", "train")
 
 
-def test_specs_say_which_task_which_part_and_how_often(tmp_path):
-    assert questions(make_task("spellingbee[10:12]", "test")) == questions(make_task("spellingbee", "test")[10:12])
-    assert len(make_task("arithmetic[100:]", "test")) == 1900
+def test_specs(tmp_path):
     path = own_file(tmp_path, [json.dumps(single_turn(f"own {i}", "x")) for i in range(10)])
-    mixture = make_mixture(f"arithmetic:easy[:30],spellingbee[:20]*2 , json:{path}:all*3, json:{path}:all[:1]", "train",
-                           seed=1)
+    mixture = make_mixture(f"arithmetic:easy[:30],spellingbee[10:30]*2 , json:{path}:all*3, json:{path}:all[:1]",
+                           "train", seed=1)
     counts = Counter(questions(mixture))
-    assert counts["own 0"] == 4 and counts["own 1"] == 3
-    assert Counter(counts.values()) == {1: 30, 2: 20, 3: 9, 4: 1}
+    assert counts["own 0"] == 4 and Counter(counts.values()) == {1: 30, 2: 20, 3: 9, 4: 1}
 
 
 @pytest.mark.parametrize("spec, problem", [
-    ("arithmetic*0", "NAME"), ("arithmetic:brutal", "expected easy or medium or hard"), ("gsm8k:x", "expected no arg"),
-    ("words", "needs an argument.*words:climbmix"), ("arithmetic[99999:]", "nothing is left of its 20,000"),
-    ("words:tinyworld:sing", "expected words:tinyworld, or at its end one of :spell, :tool, :hand"),
-    ("spelingbee:tool", r"no task 'spelingbee'; known: .*; did you mean 'spellingbee'\?$"),
+    ("arithmetic*0", "NAME"), ("arithmetic:brutal", "medium"), ("gsm8k:x", "no argument"), ("after:lookup", "after:"),
+    ("words", "words:climbmix"), ("arithmetic[99999:]", "20,000"), ("words:tinyworld:sing", ":hand"),
+    ("spelingbee:tool", "'spellingbee'"),
 ])
-def test_wrong_specs_are_said_to_be_wrong(spec: str, problem: str):
-    with pytest.raises(UserError, match=problem) as caught:
+def test_wrong_specs(spec: str, problem: str):
+    with pytest.raises(UserError) as caught:
         make_mixture(spec, "train", seed=0)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"only a mixture can have \*3 passes"):
-        make_task("arithmetic*3", "train")
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_local_folders_without_the_right_files_say_what_is_missing(base_folder):
-    write(base_folder, "gsm8k/main/train-00000-of-00001.parquet", GSM8K)
-    with pytest.raises(UserError, match="cannot load the test split of .*tasks/gsm8k/main: Unknown split"):
-        make_task("gsm8k", "test")
-
-
-def test_without_a_network_it_says_so_in_one_line():
+def test_hub_without_a_network():
     """In a process of its own: whether the hub may be asked is settled when its package is imported."""
     code = ("from nanochat.runtime.errors import UserError\nfrom nanochat.tasks import make_task\n"
             "try:\n    make_task('gsm8k', 'train')\nexcept UserError as error:\n    print(error)")
     said = in_a_process(code, HF_HUB_OFFLINE="1", HF_HOME=os.environ["NANOCHAT_BASE_DIR"])
-    assert re.fullmatch(r"cannot load the train split of openai/gsm8k from the hub, and there is no .*: .*\n", said)
+    assert "openai/gsm8k" in said and said.count("\n") == 1
 
 
-def test_example_questions_are_of_tasks_that_are_made_here_only():
-    """Neither downloads nor a user's own conversations and libraries; what is not known here is left out."""
-    assert example_questions("") == []
-    examples = example_questions("gsm8k, tinyworld:of-another-version, json:/nobody.jsonl, lookup:/nowhere, "
-                                 "spellingbee[:600]*2, arithmetic:hard", count=6)
-    held_out = questions(make_task("spellingbee", "test")) + questions(make_task("arithmetic:hard", "test"))
-    assert len(set(examples)) == 6 and set(examples) <= set(held_out) and max(map(len, examples)) <= 80
-    # About Python's library only if it is there; programs last.
-    of_python = SimpleNamespace(manifest={"source": "python"})
-    for library, tasks in ((of_python, ("lookup", "search", "arithmetic", "run")), (None, ("arithmetic", "run"))):
-        examples = example_questions("run[18000:], lookup:unknown, arithmetic*2, search, lookup", len(tasks), library)
-        assert [question in questions(make_task(task, "test")) for question, task in zip(examples, tasks)] == (
-            [True] * len(tasks))
+def test_example_questions(tmp_path, base_folder):
+    """Held-out questions of tasks that were trained on; about Python only with its library; a folder's titles first."""
+    for task, examples in read_texts("examples").items():
+        if task not in OF_PYTHON:  # another version of Python has other objects, in another order
+            assert set(examples) <= set(questions(make_task(task, "test")))
+    assert example_questions("gsm8k, json:/nobody.jsonl, lookup:/nowhere, lookup") == []
+    python = SimpleNamespace(manifest={"source": "python"})
+    for library, place in ((python, 0), (None, 2)):
+        expected = [read_texts("examples")[task][0] for task in ("lookup", "search", "arithmetic", "run")][place:]
+        assert example_questions("run[18000:], arithmetic*2, search, lookup", library)[: len(expected)] == expected
+    (tmp_path / "a.md").write_text("# Der Hinterreifen\n\nEr braucht vier bar.\n")
+    own = Library(make_library(str(tmp_path / "a.md")))
+    assert example_questions("lookup, arithmetic", own)[:2] == ["Der Hinterreifen", example_questions("arithmetic")[0]]

@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 import math
-import random
 import re
 import string
 from collections import Counter, defaultdict
@@ -19,11 +18,11 @@ from nanochat.corpus.tinyworld import (
     SENTENCES,
     SLOTS,
     Document,
-    Fact,
     Telling,
     as_prompt,
     entropy_floor,
     facts,
+    facts_of,
     generate,
     held_out_questions,
 )
@@ -35,21 +34,13 @@ def corpus(seed: int = 7, count: int = 20_000) -> list[Document]:
     return [generate(seed, index) for index in range(count)]
 
 
-def facts_of(topic: str) -> list[Fact]:
-    return [fact for fact in facts() if fact.topic == topic]
-
-
 # ---- The same for ever ----------------------------------------------------------------------------------------------
 
-def test_documents_are_pure_functions_of_seed_and_index_and_never_change():
+def test_documents_never_change():
+    """Another digest is another corpus: every bits-per-byte figure published for it refers to the old one."""
     keys = [(0, 0), (1, 7), (-1, 7), (1, 11), (11, 1), (2026, 123_456)]
-    texts = [generate(*key).text for key in keys]
-    random.seed(5)  # neither another generator nor the order of the calls may matter
-    assert [generate(*key).text for key in reversed(keys)] == texts[::-1]
-    assert len(set(texts)) == len(keys), "seeds n and -n, or (1, 11) and (11, 1), coincide"
-    # Another digest is another corpus: every bits-per-byte figure published for it refers to the old one.
-    all_texts = [generate(0, index).text for index in range(1000)] + texts
-    assert hashlib.sha256("\n".join(all_texts).encode()).hexdigest().startswith("2283d33781c614e19b8222e836a922c1")
+    texts = [generate(0, index).text for index in range(1000)] + [generate(*key).text for key in keys]
+    assert hashlib.sha256("\n".join(texts).encode()).hexdigest().startswith("2283d33781c614e19b8222e836a922c1")
 
 
 # ---- The oracle: every way to parse a sentence or a document, with its probability ----------------------------------
@@ -146,15 +137,15 @@ def derivations(text: str) -> list[tuple[str, float]]:
     return found
 
 
-def test_every_document_has_one_derivation_and_its_bits_are_what_the_draws_cost():
+def test_bits_of_documents():
     for made in corpus()[:2000]:
-        ((topic, bits),) = derivations(made.text)
-        assert topic == made.topic and abs(bits - made.bits) < 1e-9
+        ((_, bits),) = derivations(made.text)
+        assert abs(bits - made.bits) < 1e-9
     bits_per_byte = sum(made.bits for made in corpus()) / sum(len(made.text) for made in corpus())
     assert 0.45 < bits_per_byte < 0.6  # as documented
 
 
-def test_every_fact_in_every_phrasing_and_frame_has_one_derivation():
+def test_one_derivation_of_every_fact():
     """And the probabilities of all sentences of a topic sum to one; drawn words stand for all that could be drawn."""
     rng, total = tinyworld.StableRandom("frames"), Counter()
     for fact in facts():
@@ -176,7 +167,7 @@ def test_every_fact_in_every_phrasing_and_frame_has_one_derivation():
 
 # ---- The entropy of a data set --------------------------------------------------------------------------------------
 
-def test_the_floor_of_a_data_set_is_that_of_its_validation_documents(base_folder):
+def test_entropy_floor(base_folder):
     """None for texts of another world, or of another version of this one."""
     make("tinyworld", name="ours", seed=3, num_shards=1, shard_mb=0.2)
     texts = list(iter_texts("ours", "val"))
@@ -192,18 +183,13 @@ def test_the_floor_of_a_data_set_is_that_of_its_validation_documents(base_folder
 
 # ---- The prompts and what is held out -------------------------------------------------------------------------------
 
-def test_the_prompts_open_a_document_and_only_with_the_expected_answer():
-    asked = tinyworld.PROMPTS
-    assert len(asked) == 7
-    assert asked["The capital of France is"] == "Paris" and asked["If 5*x + 3 = 13, then x is"] == "2"
+def test_prompts():
     for prompt, answer in tinyworld.PROMPTS.items():
-        if not answer:
-            assert len({told(f"{prompt} {color}, says Ana.")[0] for color in SLOTS["c"]}) == 1
-        else:
+        if answer:
             assert len(told(f"{prompt} {answer}.")) == 1 and told(f"{prompt} Lyon.") == []
 
 
-def test_samples_of_other_data_begin_as_its_held_out_documents_do(base_folder):
+def test_sample_prompts(base_folder):
     make_sums(base_folder, 60, "{i} 加 {i} 等于 {twice}，这是很短的一句话。{twice} and more words")
     texts = list(iter_texts("sums", "val"))
     prompts = tinyworld.sample_prompts("sums")
@@ -212,17 +198,15 @@ def test_samples_of_other_data_begin_as_its_held_out_documents_do(base_folder):
         assert text.startswith(f"{prompt} ") and text != prompt
 
 
-def test_what_is_held_out_never_occurs_and_has_no_probability():
+def test_held_out_questions():
+    """They have no probability in documents."""
     questions = held_out_questions()
     assert len(questions) >= 200 and len({question.prompt for question in questions}) == len(questions)
     held = [fact for fact in facts() if fact.held_out]
-    assert 0.4 < len(held) / sum(fact.topic not in tinyworld.NEVER_HELD_OUT for fact in facts()) < 0.6
     kept_prompts = [as_prompt(telling, "") for fact in facts() for telling in fact.tellings]
     assert not any(kept.startswith(f"{question.prompt} ") for kept in kept_prompts for question in questions)
     for fact, question in zip(held, questions, strict=True):
-        assert fact.held_out not in fact.tellings
-        assert question.answer == fact.answer
-        assert question.prompt not in tinyworld.PROMPTS
+        assert fact.held_out not in fact.tellings and question.answer == fact.answer
         asked, reply = fact.held_out
         assert f"{question.prompt} {question.answer}." in (reply, f"Question: {asked} Answer: {reply}")
         assert told(f"{question.prompt} {question.answer}.") == []

@@ -14,7 +14,6 @@ that answers them has combined a fact that it knows with a phrasing that it know
 import hashlib
 import math
 import re
-import string
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -35,6 +34,7 @@ WORDS = DATA["words"].split()
 PROMPTS = DATA["prompts"]  # beginning of a document -> what must follow; "" if several answers may
 SENTENCES = {name: lines.splitlines() for name, lines in DATA["sentences"].items()}
 QUOTED_FACT = "{X}: {q} {Y}: {a}"
+SLOT = re.compile(r"\{(\w+)\}")
 SLOTS: dict[str, list[str]] = {}  # slot -> the words that may fill it
 for slots, words in DATA["slots"].items():
     SLOTS |= dict.fromkeys(slots, words.split())
@@ -93,7 +93,6 @@ class Question(NamedTuple):
 
 class Document(NamedTuple):
     text: str    # one line, sentences separated by one space, each ending in "."
-    topic: str
     bits: float  # -log2 of the probability that a document begins with this text
 
 
@@ -165,28 +164,17 @@ def held_out_questions() -> tuple[Question, ...]:
 
 
 @cache
-def tellings_of(topic: str, questions_only: bool = False) -> tuple[tuple[Telling, ...], ...]:
-    """For each fact of the topic, the tellings from which a document draws."""
-    return tuple(
-        tuple(telling for telling in fact.tellings if telling.question or not questions_only)
-        for fact in facts()
-        if fact.topic == topic
-    )
+def facts_of(topic: str) -> list[Fact]:
+    return [fact for fact in facts() if fact.topic == topic]
 
 
 # ---- The documents --------------------------------------------------------------------------------------------------
-
-@cache
-def slots_of(template: str) -> tuple[str, ...]:
-    """The slots of a template in order of their first use."""
-    return tuple(dict.fromkeys(slot for _, slot, _, _ in string.Formatter().parse(template) if slot))
-
 
 def fill(templates: Sequence[str], known: Slots, rng: StableRandom) -> tuple[str, Slots]:
     """One of the templates, its unknown slots drawn from words not yet in use; returns the sentence and all slots."""
     template = rng.choice(templates)
     values = dict(known)
-    for slot in slots_of(template):
+    for slot in SLOT.findall(template):
         if slot not in values:
             words = SLOTS[slot]
             # Other slots may have drawn from the same words: nobody in a sentence meets a namesake.
@@ -198,13 +186,14 @@ def fill(templates: Sequence[str], known: Slots, rng: StableRandom) -> tuple[str
 
 
 def sentence(kind: str, known: Slots, rng: StableRandom) -> str:
-    return fill(SENTENCES[kind], known, rng)[0]
+    text, _ = fill(SENTENCES[kind], known, rng)
+    return text
 
 
 def fact_sentence(topic: str, rng: StableRandom) -> str:
     if topic == "colors" and rng.below(2):
         return sentence("colors", {}, rng)
-    question, reply = rng.choice(rng.choice(tellings_of(topic)))
+    question, reply = rng.choice(rng.choice(facts_of(topic)).tellings)
     if question:
         return sentence("question_frames", {"q": question, "a": reply}, rng)
     return sentence("statement_frames", {"s": reply}, rng)
@@ -229,7 +218,8 @@ def conversation(count: int, rng: StableRandom) -> Iterator[str]:
         if rng.below(2):
             yield sentence("exchanges", turn, rng)
         else:
-            question, reply = rng.choice(rng.choice(tellings_of(rng.choice(FACT_TOPICS), True)))
+            fact = rng.choice(facts_of(rng.choice(FACT_TOPICS)))
+            question, reply = rng.choice([telling for telling in fact.tellings if telling.question])
             yield QUOTED_FACT.format(**turn, q=question, a=reply)
 
 
@@ -245,13 +235,13 @@ def generate(seed: int, index: int) -> Document:
     fewest, most = LENGTHS[topic]
     count = fewest + rng.below(most - fewest + 1)
     if topic == "stories":
-        return Document(" ".join(story(count, rng)), topic, rng.bits)
+        return Document(" ".join(story(count, rng)), rng.bits)
     if topic == "conversations":
         text = " ".join(conversation(count, rng))
     else:
         text = " ".join(fact_sentence(topic, rng) for _ in range(count))
     # After the last sentence these lengths are still possible.
-    return Document(text, topic, rng.bits - math.log2(most + 1 - count))
+    return Document(text, rng.bits - math.log2(most + 1 - count))
 
 
 # ---- The entropy of a data set --------------------------------------------------------------------------------------

@@ -10,20 +10,15 @@ A spec is NAME or NAME:ARGUMENT; [start:stop] after it selects a part, and in a 
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 
 from nanochat.data.task import Task
-from nanochat.inference.retrieval import Library
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.tasks.arithmetic import Arithmetic
 from nanochat.tasks.common import After, Mixture
 from nanochat.tasks.custom_json import CustomJSON
-from nanochat.tasks.gsm8k import GSM8K
-from nanochat.tasks.hub import SmolTalk
-from nanochat.tasks.humaneval import HumanEval
+from nanochat.tasks.hub import ARC, GSM8K, MMLU, HumanEval, SmolTalk
 from nanochat.tasks.lookup import Lookup, Tokens
-from nanochat.tasks.multiple_choice import ARC, MMLU
-from nanochat.tasks.notes import ARGUMENTS, LANGUAGES, Notes, title_questions
+from nanochat.tasks.notes import ARGUMENTS, Notes
 from nanochat.tasks.python_questions import Pydoc
 from nanochat.tasks.run import Run
 from nanochat.tasks.spellingbee import generated_words, real_words
@@ -46,7 +41,7 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
     "arc": (ARC, ("ARC-Easy", "ARC-Challenge")),
     "gsm8k": (GSM8K, ("",)),
     "humaneval": (HumanEval, ("",)),
-    "arithmetic": (Arithmetic, ("", "easy", "medium", "hard", "quick")),
+    "arithmetic": (Arithmetic, ("", "easy", "medium", "hard")),
     "spellingbee": (generated_words, ("", "spell", "tool", "hand")),
     "words": (real_words, ("FILE",)),
     "tinyworld": (TinyWorld, ("", "facts", "identity")),
@@ -59,9 +54,6 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
     "json": (CustomJSON, ("FILE",)),
     "after": (after, ("FILE",)),
 }
-# Example questions come from these, in this order: they need no download, and show nothing of a user's own data.
-GENERATED = ("lookup", "search", "tinyworld", "arithmetic", "spellingbee", "pydoc", "run")
-OF_PYTHON = {"lookup", "search", "pydoc"}  # ask about Python's library
 LOOKING_UP = {"lookup", "search", "notes"}  # tasks that teach a model to use a library
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?"
                   r"(\[(?P<start>\d*):(?P<stop>\d*)\])?(\*(?P<passes>[1-9]\d*))?")
@@ -128,28 +120,6 @@ def never_looks_up(specs: str, library: str | None) -> str:
     return (f"warning: this model was never taught to look things up: no lookup or search among its tasks "
             f"({specs or 'none are known'}); unless your own conversations do it, train with "
             f'--tasks="lookup, search, lookup:{library}, search:{library}, …"')
-
-
-def example_questions(specs: str, count: int = 4, library: Library | None = None) -> list[str]:
-    """
-    Questions that a model trained on a mixture should answer: two about titles of a library made from a user's own
-    files, if there is one; then short held-out questions of the mixture's generated tasks in turn, about Python's
-    library only if it is there.
-    """
-    questions = []
-    names = task_names(specs)
-    of_python = library is not None and library.manifest["source"] == "python"
-    if library and not of_python and names & LOOKING_UP:
-        questions = title_questions(library, LANGUAGES if "notes" in names else (), 2)
-    short: dict[str, list[str]] = {}
-    for spec in without_parts(specs).split(","):
-        name, _, argument = spec.partition(":")
-        asks = name in GENERATED and argument in TASKS[name][1] and argument not in ("unknown", "talk", "FILE")
-        if asks and name not in short and (of_python or name not in OF_PYTHON):
-            asked = [conversation["messages"] for conversation in make_task(spec, "test")[:50]]
-            short[name] = [first["content"] for first, *rest in asked if len(rest) == 1 and len(first["content"]) <= 80]
-    questions += chain.from_iterable(zip(*(short[name] for name in GENERATED if short.get(name))))
-    return questions[:count]
 
 
 def read_spec(spec: str) -> tuple[re.Match[str], str]:

@@ -5,7 +5,8 @@ import itertools
 import random
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +70,36 @@ def split_of(key: str, one_in: int = 10) -> str:
     return "test" if stable_hash(f"side:{key}") % one_in == 0 else "train"
 
 
-class Distinct:
+class Drawn(Task):
     """
-    The endless sequence of draw(0), draw(1), …, without None and without items that begin with the same text as an
-    earlier one. Items are drawn when an index first needs them. For one thread at a time.
+    A task whose problems are drawn: `draw` of 0, 1, …, without None and without problems that begin with the same text
+    as an earlier one. A problem is drawn when an index first needs it; for one thread at a time.
     """
+    eval_type = "generative"
 
-    def __init__(self, draw: Callable[[int], tuple | None]) -> None:
-        self.candidates = map(draw, itertools.count())
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self.candidates = map(self.draw, itertools.count())
         self.texts: set[str] = set()
-        self.items: list[tuple] = []
+        self.problems: list[tuple] = []
 
-    def __getitem__(self, index: int) -> tuple:
-        while index >= len(self.items):
-            item = next(self.candidates)
-            if item is not None and item[0] not in self.texts:
-                self.texts.add(item[0])
-                self.items.append(item)
-        return self.items[index]
+    def draw(self, number: int) -> tuple | None:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self.size
+
+    def problem(self, index: int) -> tuple:
+        while index >= len(self.problems):
+            problem = next(self.candidates)
+            if problem is not None and problem[0] not in self.texts:
+                self.texts.add(problem[0])
+                self.problems.append(problem)
+        return self.problems[index]
 
 
+@cache
 def read_texts(task: str) -> dict[str, Any]:
     """
     The texts of tasks/TASK.toml by name, or groups of them: sentences, words, and templates, which str.format fills.
@@ -101,13 +112,8 @@ def read_texts(task: str) -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name(f"{task}.toml").read_text(encoding="utf-8"))
 
 
-def paragraphs(text: str) -> dict[str, list[str]]:
-    """The paragraphs of a text: the first line of each -> its other lines."""
-    by_first_line = {}
-    for paragraph in text.strip().split("\n\n"):
-        first, *others = paragraph.splitlines()
-        by_first_line[first] = others
-    return by_first_line
+def lines_of(table: dict[str, str]) -> dict[str, list[str]]:
+    return {key: text.splitlines() for key, text in table.items()}
 
 
 def single_turn(question: str, answer: Any, calls: Sequence[tuple[str, str]] = ()) -> Conversation:
@@ -124,8 +130,8 @@ def single_turn(question: str, answer: Any, calls: Sequence[tuple[str, str]] = (
 
 
 def as_parts(parts: list[tuple[str, str]]) -> list[dict]:
-    """The (type, text) parts of an answer in the form of conversations."""
-    return [{"type": kind, "text": text} for kind, text in parts]
+    """The (type, text) parts of an answer in the form of conversations, without empty ones."""
+    return [{"type": kind, "text": text} for kind, text in parts if text]
 
 
 def last_number(text: str) -> float | None:

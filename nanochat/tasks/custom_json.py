@@ -16,7 +16,6 @@ Conversations may have these forms, which other tools use too:
 """
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ from nanochat.tasks.common import single_turn, split_of
 TEST_SHARE = 20
 ARGUMENT = re.compile(r"(.+?)(:all)?(?::encoding=([^:]+))?(:all)?")
 ROLES = {"developer": "system", "human": "user", "gpt": "assistant"}
-READ = {"messages", "conversations", "system", "role", "from", "content", "value", "weight"}
+READ = {"messages", "conversations", "system", "role", "from", "content", "value", "weight", "instruction", "input",
+        "output", "prompt", "completion"}
 EXPECTED = '{"messages": [...]}, or "conversations", or "instruction" and "output", or "prompt" and "completion"'
 
 
@@ -45,18 +45,17 @@ class CustomJSON(Task):
         path, first, encoding, second = ARGUMENT.fullmatch(argument).groups()
         self.name = f"json:{path}"
         self.held_out = not (first or second)
-        unused = Counter()
+        unread: set[str] = set()
         self.conversations = []
-        for conversation in read_conversations(Path(path).expanduser(), encoding or "utf-8", unused):
+        for conversation in read_conversations(Path(path).expanduser(), encoding or "utf-8", unread):
             key = json.dumps(conversation, sort_keys=True)
             if not self.held_out or split_of(key, TEST_SHARE) == split:
                 self.conversations.append(conversation)
         if not self.conversations:
             raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
                             f"json:{argument}:all takes all of them")
-        if unused and split == "train":
-            counts = ", ".join(f"{key} ({count:,})" for key, count in unused.most_common(10))
-            print0(f"{path}: not learned, with counts: {counts}")
+        if unread and split == "train":
+            print0(f"{path}: not learned: {', '.join(sorted(unread))}")
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -65,37 +64,29 @@ class CustomJSON(Task):
         return self.conversations[index]
 
 
-def read_conversations(path: Path, encoding: str, unused: Counter) -> list[Conversation]:
-    """The conversations of a file. unused: counts the keys that are ignored, and the answers of weight 0."""
+def read_conversations(path: Path, encoding: str, unread: set[str]) -> list[Conversation]:
+    """The conversations of a file. unread: gets the keys that are ignored."""
     notes = Notes(list)
     try:
         with readable(path):
             rows = json_rows(path, encoding_of(path, encoding, notes))
             say(notes)
-            return [read_conversation(row, place, unused) for place, row in rows]
+            return [read_conversation(row, place, unread) for place, row in rows]
     except UserError as error:
         raise UserError(str(error).replace("--encoding=", f"json:{path}:encoding=")) from error
 
 
-def read_conversation(row: Any, place: str, unused: Counter) -> Conversation:
+def read_conversation(row: Any, place: str, unread: set[str]) -> Conversation:
     """A row in any of the forms as a conversation; UserError, with its place, if it cannot be trained on."""
     fields = present({"messages": row} if isinstance(row, list) else row)
-    if fields.keys() >= {"instruction", "output"}:
-        asked = fields.pop("instruction"), fields.pop("input", "")
-        messages = single_turn("\n\n".join(str(text) for text in asked if text), fields.pop("output"))["messages"]
-    elif fields.keys() >= {"prompt", "completion"}:
-        prompt, completion = (turn["content"] if isinstance(turn["content"], list) else [turn]
-                              for turn in single_turn(fields.pop("prompt"), fields.pop("completion"))["messages"])
-        messages = [{"weight": 0} | present(message) for message in prompt] + completion
-    else:
-        messages = fields.get("messages") or fields.get("conversations")
+    messages = messages_of(fields)
     if not messages or not isinstance(messages, list):
         there = ", ".join(fields) or type(row).__name__
         raise UserError(f"{place}: there are no messages; expected {EXPECTED}; there is: {there}")
-    turns = [read_message(message, unused) for message in messages]
+    turns = [read_message(message, unread) for message in messages]
     if system := fields.get("system"):
         turns.insert(0, {"role": "system", "content": system})
-    unused.update(key for key, value in fields.items() if value and key not in READ)
+    unread |= fields.keys() - READ
     check_conversation({"messages": turns}, place)
     if turns[-1]["role"] != "assistant":
         raise UserError(f"{place}: the last message must be the assistant's, because only its answers are learned")
@@ -105,17 +96,29 @@ def read_conversation(row: Any, place: str, unused: Counter) -> Conversation:
     return {"messages": turns}
 
 
-def read_message(message: Any, unused: Counter) -> dict:
+def messages_of(fields: dict) -> Any:
+    """The messages of a row in any of the forms."""
+    if fields.keys() >= {"instruction", "output"}:
+        asked = [str(fields[key]) for key in ("instruction", "input") if fields.get(key)]
+        return single_turn("\n\n".join(asked), fields["output"])["messages"]
+    if fields.keys() >= {"prompt", "completion"}:
+        prompt, completion = fields["prompt"], fields["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return [{"weight": 0} | present(message) for message in prompt] + completion
+        return single_turn(prompt, completion)["messages"]
+    return fields.get("messages") or fields.get("conversations")
+
+
+def read_message(message: Any, unread: set[str]) -> dict:
     """A message as `check_conversation` expects it. A wrong role or content stays, so the error can name it."""
     fields = present(message)
+    unread |= fields.keys() - READ
     role = fields.get("role", fields.get("from"))
     role = ROLES.get(str(role), role)
     content = fields.get("content", fields.get("value"))
     weight = fields.get("weight", 1)
-    unused.update(key for key, value in fields.items() if value and key not in READ)
     if role == "assistant":
-        if weight != 1 and isinstance(content, (str, list)) and content:
-            unused["answers of weight 0"] += 1
+        if weight != 1 and isinstance(content, (str, list)):
             content = [present(part) | {"weight": weight} for part in parts(content)]
     elif isinstance(content, list) and all(present(part).get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)

@@ -1,13 +1,13 @@
 """
 Runs generated Python in separate processes, to see whether it does what it should (HumanEval).
 
-    run_python("print(1 + 1)")    # Result(ok=True, stdout='2\\n', stderr='', error=None, unprotected=())
+    run_python("print(1 + 1)")    # '2\\n'; None if it fails or takes too long
 
 The program has Python's standard library, an empty environment, no input, limits of time, memory and file sizes, and a
 folder of its own that is removed afterwards. Where bubblewrap is installed (`apt install bubblewrap`) and may make
 namespaces, the program also has no network, sees and reaches no other process, and writes only in its folder; nothing
-that it started outlives it. Elsewhere `Result.unprotected` names what is missing, and a program that leaves its process
-group, or whose trainer is killed, can go on.
+that it started outlives it. Elsewhere a warning says what is missing, and a program that leaves its process group, or
+whose trainer is killed, can go on.
 
 This contains a model's mistakes. It is not a sandbox against an attacker: the program reads every file that this user
 may read, and until its time is up it may use all cores, MAX_PROCESSES times the memory, and the disk.
@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
 
 from nanochat.runtime.console import print0
 
@@ -41,16 +40,6 @@ exec(compile(sys.stdin.buffer.read(), "main.py", "exec"), {{"__name__": "__main_
 """
 
 
-class Result(NamedTuple):
-    """How a program ended."""
-
-    ok: bool                      # on its own, with exit code 0
-    stdout: str
-    stderr: str
-    error: str | None             # "timeout", "exit code 1: AssertionError", "signal 11"
-    unprotected: tuple[str, ...]  # from the program: "network", "files" and "processes", or nothing
-
-
 @functools.cache
 def bubblewrap() -> tuple[str, ...]:
     """The command that walls a program in, without its folder; () and a warning where it does not work."""
@@ -66,10 +55,10 @@ def bubblewrap() -> tuple[str, ...]:
     return walls
 
 
-def run_python(code: str, timeout: float = 5.0, memory_bytes: int = 512 * 2**20) -> Result:
+def run_python(code: str, timeout: float = 5.0, memory_bytes: int = 512 * 2**20) -> str | None:
     """
-    Run a program to its end, at most `timeout` seconds. From any thread, many at a time. memory_bytes: address space
-    of each of its processes.
+    What a program prints, if it ends on its own within `timeout` seconds, with exit code 0; else None. From any thread,
+    many at a time. memory_bytes: address space of each of its processes.
     """
     limits = {"AS": memory_bytes, "FSIZE": MAX_FILE_BYTES, "NOFILE": 256, "CORE": 0, "CPU": int(timeout) + 1}
     walls = bubblewrap()
@@ -82,37 +71,26 @@ def run_python(code: str, timeout: float = 5.0, memory_bytes: int = 512 * 2**20)
         command = [*walls, "--bind", folder, folder, *command]
     try:
         # Files instead of pipes: what the program prints is limited like its other files, and nobody has to read it.
-        with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as printed:
             program.write(code.encode("utf-8", "surrogatepass"))
             program.seek(0)
-            error = outcome(command, timeout, stdin=program, stdout=out, stderr=err, cwd=folder)
-            printed = []
-            for file in (out, err):
-                file.seek(0)
-                printed.append(file.read().decode(errors="replace"))
+            exit_code = run(command, timeout, stdin=program, stdout=printed, stderr=subprocess.DEVNULL, cwd=folder)
+            printed.seek(0)
+            return printed.read().decode(errors="replace") if exit_code == 0 else None
     finally:
         # rm takes any depth; the program may have changed the modes.
         subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL)
         subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL)
-    stdout, stderr = printed
-    if error and error.startswith("exit code"):
-        error = f"{error}: {stderr.strip().rpartition(chr(10))[2]}".removesuffix(": ")
-    return Result(error is None, stdout, stderr, error, () if walls else ("network", "files", "processes"))
 
 
-def outcome(command: list[str], timeout: float, **streams) -> str | None:
-    """Run a command, and end it and its process group after the timeout: why it did not end well, None if it did."""
-    with subprocess.Popen(command, env={}, start_new_session=True, **streams) as process:
+def run(command: list[str], timeout: float, **options) -> int | None:
+    """Run a command, and end it and its process group after the timeout: its exit code, None if it had to be ended."""
+    with subprocess.Popen(command, env={}, start_new_session=True, **options) as process:
         try:
-            status = process.wait(timeout)
+            return process.wait(timeout)
         except subprocess.TimeoutExpired:
-            return "timeout"
+            return None
         finally:
             # Without bubblewrap its children would go on; those that left the group do.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    if status == 0:
-        return None
-    # A signal: subprocess says −n, bubblewrap 128 + n.
-    number = -status if status < 0 else status - 128
-    return f"signal {number}" if number > 0 else f"exit code {status}"

@@ -16,10 +16,11 @@ only copying helps. A call's text begins with a blank if the question has one th
 (After 230 steps 80% of held-out objects were right, without blanks 72%.)
 
 The task pydoc holds out the same objects. Made-up names are split like objects, ways to ask by their own text.
+Questions in other languages: notes.py.
 """
 import re
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 from nanochat.corpus.python_docs import MODULES, documentation, first_paragraph
 from nanochat.corpus.tinyworld import capital
@@ -31,18 +32,15 @@ from nanochat.data.tokenizer import get_tokenizer
 from nanochat.inference.tools import NOTHING, REFUSAL, open_tools, refusal
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of
-from nanochat.tasks.python_questions import QUESTIONS, documentation_words, documented, side_of_name
-from nanochat.tasks.spellingbee import words
+from nanochat.tasks.python_questions import documentation_words, documented, side_of_name
+from nanochat.tasks.spellingbee import spelled_words
 from nanochat.tasks.world_questions import GREETINGS
 
 SIZES = {"train": 30_000, "test": 200}  # conversations, if their number does not follow from the passages
 LONGEST_PASSAGE = 300                   # characters of a library's passage
-TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
 # lookup.toml says what each of these texts is for.
 TEXTS = read_texts("lookup")
-LINES = {name: tuple(text.splitlines()) for name, text in TEXTS.items()}
-LOOKUP = (*QUESTIONS, *LINES["lookup"])
 SIGNS = "|/\\#*=+-_~^@&%$<>[]{}();:!?.,–—−…“”‘’«»„×÷°±§€£¥²³½µ→←↑✓•≤≥≠≈∞√"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz" * 3 + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 2
 VERBS = frozenset(TEXTS["verbs"].split())
@@ -131,15 +129,17 @@ class Tokens(Lookup):
         return "".join(rng.choice(self.tokens) for _ in range(fewest + rng.below(counts))).strip()
 
 
+# ---- Questions and answers
+
 def draw_turn(
     rng: StableRandom, kind: str, split: str, title: str = "", found: str = "", follows: bool = False
 ) -> Conversation:
     """
-    A question, its answer, and all "right" answers. title: what is asked about; found: what the tool finds; both are
-    drawn if they are empty. follows: asked as a second question.
+    A question and its answer. title: what is asked about; found: what the tool finds; both are drawn if they are empty.
+    follows: asked as a second question.
     """
     if kind == "talk":
-        return single_turn(ask(rng, LINES["talk"], split), TALK_ANSWER) | {"right": [TALK_ANSWER]}
+        return small_talk(ask(rng, "talk", split), TEXTS["talk_answer"])
     if not found:
         found = draw_text(rng)
         if not rng.below(7):
@@ -148,63 +148,74 @@ def draw_turn(
             title, found = rng.choice(objects("train"))
     if kind == "lookup":
         asked = title or draw_name(rng, split)
-        question = ask(rng, LINES["follow_up"] if follows else LOOKUP, split, n=asked)
+        question = ask(rng, "follow_up" if follows else "lookup", split, n=asked)
         start = re.search(rf"(?<!\w){re.escape(asked)}", question).start()
     else:
         about = found if title else ""
         if not title and split == "train" and rng.below(2):
             about = draw_text(rng)
         question = draw_question(rng, split, about)
-        words = telling_words(question)
+        words = content_words(question)
         start = words[0].start()
         asked = question[start : words[-1].end()]
-    # A blank before the name belongs to its first token; without one, a refusal quotes the name.
-    blank = " " if question[:start].endswith(" ") else ""
-    answer = found
-    right = [found[:end] for end in sentence_ends(found)]
-    if found == NOTHING:
-        answer = refusal(f"{blank}{asked}")
-        right = [answer]
-    elif not rng.below(4):
-        question = f"{question.rstrip('?.')}? {rng.choice(LINES['shortly'])}"
-        answer = right[0]
-    return single_turn(question, answer, [(f'{kind}("{blank}{asked}")', found)]) | {"right": right}
+    # Without a blank before it, a refusal quotes the name.
+    asked = with_blank(question[:start], asked)
+    briefly = found != NOTHING and not rng.below(4)
+    if briefly:
+        question = f"{question.rstrip('?.')}? {rng.choice(TEXTS['shortly'].splitlines())}"
+    return looked_up(question, kind, asked, found, refusal(asked), briefly)
+
+
+def looked_up(question: str, tool: str, asked: str, found: str, refused: str, briefly: bool = False) -> Conversation:
+    """A question, a call, its answer: what is found, all or its first sentence, or the refusal; all "right" answers."""
+    right = [refused] if found == NOTHING else [found[:end] for end in sentence_ends(found)]
+    answer = right[0] if briefly else right[-1]
+    return single_turn(question, answer, [(f'{tool}("{asked}")', found)]) | {"right": right}
+
+
+def small_talk(question: str, answer: str) -> Conversation:
+    return single_turn(question, answer) | {"right": [answer]}
+
+
+def with_blank(before: str, asked: str) -> str:
+    """A blank before the words that are copied belongs to the first word's token."""
+    return f" {asked}" if before.endswith(" ") else asked
 
 
 @cache
-def ways_of(ways: tuple[str, ...], split: str) -> list[str]:
-    """The ways to ask that belong to a split, by their own text."""
-    return [way for way in ways if split_of(way, 6) == split]
+def ways_of(language: str, name: str, split: str) -> list[str]:
+    """The ways to ask that belong to a split, by their own text. language: its file."""
+    return [way for way in read_texts(language)[name].splitlines() if split_of(way, 6) == split]
 
 
-def ask(rng: StableRandom, ways: tuple[str, ...], split: str, **slots: str) -> str:
+def ask(rng: StableRandom, name: str, split: str, **slots: str) -> str:
     """A question in one of a split's ways, sometimes in lower case, without its question mark, or after a greeting."""
     named = "n" in slots
     # The name belongs to the split, so half of the questions with a name use training's ways.
-    chosen = ways_of(ways, "train" if named and rng.below(2) else split)
-    way = rng.choice(chosen)
+    ways = ways_of("lookup", name, "train" if named and rng.below(2) else split)
+    way = rng.choice(ways)
     # Mix one way's ending into another: the model learns that a name can follow and precede anything.
     if named and split == "train" and not rng.below(4):
-        way = way.partition("{n}")[0] + "{n}" + rng.choice(chosen).rpartition("{n}")[2]
+        way = way.partition("{n}")[0] + "{n}" + rng.choice(ways).rpartition("{n}")[2]
     if not rng.below(4):
         way = way.lower()
     if not rng.below(4):
         way = way.rstrip("?.")
     if not rng.below(8):
         way = rng.choice(GREETINGS) + way
-    return way.format_map(Words(rng, **slots))
+    return fill(way, lambda slot: slots.get(slot) or draw_word(rng, slot))
 
 
 def draw_question(rng: StableRandom, split: str, text: str) -> str:
     """A question that this text answers; about anything if there is too little to ask about."""
     verb, phrase = what_is_asked(text)
     if not phrase:
-        return ask(rng, LINES["search_anything"], split, a=draw_template(rng, "things"))
+        return ask(rng, "search_anything", split, a=draw_line(rng, "things"))
     if not verb:
-        return ask(rng, LINES["search_about"], split, a=phrase)
+        return ask(rng, "search", split, a=phrase)
     third = re.sub("(ch|sh|[osxz])s$", r"\1es", f"{verb}s")
     third = re.sub("([^aeiou])ys$", r"\1ies", third)
-    return ask(rng, LINES["search_doing"], split, v=f"{verb} {phrase}", t=f"{third} {phrase}")
+    return ask(rng, "search_doing", split, v=f"{verb} {phrase}", t=f"{third} {phrase}")
 
 
 def what_is_asked(text: str) -> tuple[str, str]:
@@ -221,33 +232,27 @@ def what_is_asked(text: str) -> tuple[str, str]:
         verb = ""
         rest = max(NO_NOUN.split(text), key=len)
     phrase = re.match(rf"({WORD.pattern} ?){{,9}}", rest)[0]
-    words = telling_words(phrase)
+    words = content_words(phrase)
     if len(words) < 2:
         return "", ""
     return verb, phrase[: words[-1].end()]
 
 
-def telling_words(question: str) -> list[re.Match]:
+def content_words(question: str) -> list[re.Match]:
     """The words that say what the question is about."""
     return [word for word in WORD.finditer(question) if word[0].lower() not in STOP_WORDS]
 
 
 # ---- Made-up names and texts
 
-class Words(dict):
-    """Words for the slots of a template; a slot without one gets a new drawn word each time."""
-
-    def __init__(self, rng: StableRandom, **given: str) -> None:
-        super().__init__(given)
-        self.rng = rng
-
-    def __missing__(self, kind: str) -> str:
-        return draw_word(self.rng, kind)
+def fill(template: str, draw: Callable[[str], str]) -> str:
+    """A template with each slot replaced by a word that is drawn for it."""
+    return re.sub(r"\{(\w)\}", lambda slot: draw(slot[1]), template)
 
 
-def draw_template(rng: StableRandom, name: str) -> str:
+def draw_line(rng: StableRandom, name: str) -> str:
     """One of the templates of that name, filled with drawn words."""
-    return rng.choice(LINES[name]).format_map(Words(rng))
+    return fill(rng.choice(TEXTS[name].splitlines()), partial(draw_word, rng))
 
 
 def draw_name(rng: StableRandom, split: str) -> str:
@@ -255,7 +260,7 @@ def draw_name(rng: StableRandom, split: str) -> str:
     if split == "train" and not rng.below(3):
         return draw_word(rng, "n")
     while True:
-        name = draw_template(rng, "names")
+        name = draw_line(rng, "names")
         if side_of_name(name) == split:
             return name
 
@@ -264,11 +269,11 @@ def draw_text(rng: StableRandom) -> str:
     """A passage of one or two sentences: from the documentation, from templates, or any words in a row."""
     sentences = []
     for _ in range(1 + rng.below(3) // 2):
-        template = rng.choice(LINES["sentences"])
+        template = rng.choice(TEXTS["notes"].splitlines())
         if not rng.below(2):
             kinds = [rng.choice("wwgpprrdcccGWzx") for _ in range(2 + rng.below(9))]
             template = " ".join(f"{{{kind}}}" for kind in [*kinds, "w"]) + "."
-        sentences.append(capital(template.format_map(Words(rng))))
+        sentences.append(capital(fill(template, partial(draw_word, rng))))
     return " ".join(sentences)
 
 
@@ -289,14 +294,14 @@ def vocabulary() -> dict[str, Sequence[str]]:
     return {
         "c": " ".join(passages).split(),
         "d": "0123456789",
-        "g": TEXTS["general"].split(),
+        "g": TEXTS["g"].split(),
         "m": MODULES,
         "n": names,
         "p": sorted(documentation_words()),
         "t": [text for text in passages if len(text) < 100],
-        "w": words("train"),
+        "w": spelled_words("train"),
         "x": SIGNS,
-        "z": "".join(TEXTS["letters"].split()),
+        "z": "".join(TEXTS["z"].split()),
     }
 
 

@@ -18,7 +18,7 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.task import Task, reference
 from nanochat.tasks.common import read_texts, single_turn, split_of, stable_hash
 
-QUESTIONS = read_texts("lookup")["python"].splitlines()
+QUESTIONS = read_texts("lookup")["lookup"].splitlines()[:10]
 # A word of a sentence, not of code.
 WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")
 
@@ -50,13 +50,13 @@ class Pydoc(Task):
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """The same words in the same order: the sentence's, or more of its paragraph's, as a library has it."""
-        said = words_of(answer)
+        said = plain_words(answer)
         # The paragraph begins with the sentence.
-        paragraph = words_of(conversation["paragraph"])
-        return len(said) >= len(words_of(reference(conversation))) and said == paragraph[: len(said)]
+        paragraph = plain_words(conversation["paragraph"])
+        return len(said) >= len(plain_words(reference(conversation))) and said == paragraph[: len(said)]
 
 
-def words_of(text: str) -> list[str]:
+def plain_words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 

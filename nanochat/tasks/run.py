@@ -11,36 +11,40 @@ is then more often wrong; rewards teach it which way is better. No program is in
 import ast
 import io
 import json
-from functools import cache, partial, reduce
+from functools import partial, reduce
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
-from nanochat.data.task import Task
-from nanochat.tasks.common import Distinct, read_texts, single_turn, split_of
+from nanochat.tasks.common import Drawn, read_texts, single_turn, split_of
 
 SIZES = {"train": 20_000, "test": 1_000}
 TEXTS = read_texts("run")
 QUESTIONS = TEXTS["questions"].splitlines()
 PROGRAMS = TEXTS["programs"].strip("\n").split("\n---\n")
 WORDS = TEXTS["words"].split()
-SIGNS = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%", ast.Lt: "<", ast.Gt: ">", ast.Eq: "==",
-}
+# Where an operation's operands stand, to be filled in when it is carried out.
+OPERAND = ast.Name("{!r}", ast.Load())
 
 
-class Run(Task):
-    eval_type = "generative"
-
+class Run(Drawn):
     def __init__(self, argument: str, split: str) -> None:
+        super().__init__(f"Run {argument}".rstrip(), SIZES[split])
         self.always = argument == "tool"
-        self.name = f"Run {argument}".rstrip()
         self.split = split
 
-    def __len__(self) -> int:
-        return SIZES[self.split]
+    def draw(self, number: int) -> tuple[str, str] | None:
+        """
+        (key, source) of a program of this split, which does not depend on the program's variables' names. The test
+        split has each source once. In training sources repeat, also from one slice to another, because templates that
+        make only a few programs would otherwise be rare.
+        """
+        source, nameless = draw_program(number)
+        if split_of(f"run:{nameless}") != self.split:
+            return None
+        return (source if self.split == "test" else f"{number}", source)
 
     def conversation(self, index: int) -> Conversation:
-        key, source = programs(self.split)[index]
+        key, source = self.problem(index)
         output, calls = run_program(source)
         rng = StableRandom(f"run: {key}")
         question = f"{rng.choice(QUESTIONS)}\n\n{source}"
@@ -55,44 +59,25 @@ class Run(Task):
         return answer.rpartition("It prints")[2].strip(": \n") == conversation["prints"].strip("\n")
 
 
-@cache
-def programs(split: str) -> Distinct:
-    """
-    The programs of a split, as (key, source), in a fixed order. A program's split does not depend on its variables'
-    names. The test split has each source once. In training sources repeat, also from one slice to another, because
-    templates that make only a few programs would otherwise be rare.
-    """
-    def draw(number: int) -> tuple[str, str] | None:
-        source, key = draw_program(number)
-        if split_of(f"run:{key}") != split:
-            return None
-        return (source if split == "test" else f"{number}", source)
-
-    return Distinct(draw)
-
-
 class RecordOperations(ast.NodeTransformer):
-    """
-    Writes record("+", a, b) instead of a + b, x = record("+", x, 1) instead of x += 1, and record("<", a, b) instead of
-    a < b.
-    """
+    """Writes record("{!r} + {!r}", a, b) instead of a + b, the same for a < b, and x = record(…, x, 1) for x += 1."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.Call:
         self.generic_visit(node)
-        return self.record(node.op, node.left, node.right)
+        return record_call(ast.BinOp(OPERAND, node.op, OPERAND), node.left, node.right)
 
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+    def visit_Compare(self, node: ast.Compare) -> ast.Call:
         self.generic_visit(node)
-        (operation,), (right,) = node.ops, node.comparators
-        return self.record(operation, node.left, right) if type(operation) in SIGNS else node
+        return record_call(ast.Compare(OPERAND, node.ops, [OPERAND]), node.left, *node.comparators)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
         # A target is stored to; the same source, parsed as an expression, is read.
         target = ast.parse(ast.unparse(node.target), mode="eval").body
         return ast.Assign([node.target], self.visit(ast.BinOp(target, node.op, node.value)))
 
-    def record(self, operation: ast.operator | ast.cmpop, left: ast.expr, right: ast.expr) -> ast.Call:
-        return ast.Call(ast.Name("record", ast.Load()), [ast.Constant(SIGNS[type(operation)]), left, right], [])
+
+def record_call(operation: ast.expr, left: ast.expr, right: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name("record", ast.Load()), [ast.Constant(ast.unparse(operation)), left, right], [])
 
 
 def run_program(source: str) -> tuple[str, list[tuple[str, str]]]:
@@ -103,14 +88,16 @@ def run_program(source: str) -> tuple[str, list[tuple[str, str]]]:
     calls = []
     printed = io.StringIO()
 
-    def record(sign: str, left, right):
-        value = eval(f"left {sign} right")
+    def record(operation: str, left, right):
+        expression = operation.format(left, right)
+        value = eval(expression)
         if type(left) is type(right) is int:
-            calls.append((f"{left} {sign} {right}", f"{value}"))
+            calls.append((expression, f"{value}"))
         return value
 
     program = ast.fix_missing_locations(RecordOperations().visit(ast.parse(source)))
-    names = {"record": record, "sum": partial(reduce, partial(record, "+")), "print": partial(print, file=printed)}
+    add = partial(record, "{} + {}")
+    names = {"record": record, "sum": partial(reduce, add), "print": partial(print, file=printed)}
     exec(compile(program, "program", "exec"), names)
     return printed.getvalue(), calls
 

@@ -100,7 +100,7 @@ def generated_words(argument: str, split: str) -> SpellingBee:
     """The task spellingbee:ARGUMENT."""
     # Test words are all generated; training words include the corpus's.
     name = f"SpellingBee {argument}".rstrip() + " (generated words)"
-    return SpellingBee(name, words(split), (argument,) if argument else KINDS)
+    return SpellingBee(name, spelled_words(split), (argument,) if argument else KINDS)
 
 
 def real_words(argument: str, split: str) -> SpellingBee:
@@ -109,7 +109,7 @@ def real_words(argument: str, split: str) -> SpellingBee:
     if kind not in ("", *KINDS):
         raise UserError(f"task words:{argument}: expected words:{data}, or at its end one of :{', :'.join(KINDS)}")
     tokenizer = get_tokenizer(data)
-    tokens = token_words(tokenizer) - set(words("test"))
+    tokens = token_words(tokenizer) - set(spelled_words("test"))
     others = {word for word in documentation_words() - tokens
               if side_of(word) == split and len(tokenizer.encode(f" {word}")) > 1}
     found = others | tokens if split == "train" else others
@@ -130,7 +130,7 @@ def spell_counting(word: str, letter: str) -> str:
 
 
 @cache
-def words(split: str) -> list[str]:
+def spelled_words(split: str) -> list[str]:
     """The words of a split: a word's own letters decide its split. Sorted by hash, so every slice is a mixture."""
     found = set(WORDS) if split == "train" else set()
     for word in pseudo_words():

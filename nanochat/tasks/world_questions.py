@@ -20,7 +20,7 @@ from nanochat.corpus.tinyworld import Fact, Telling, capital, facts
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
-from nanochat.tasks.common import paragraphs, read_texts, shuffled, single_turn, split_of, stable_hash
+from nanochat.tasks.common import lines_of, read_texts, shuffled, single_turn, split_of, stable_hash
 from nanochat.tasks.spellingbee import spell_counting
 
 HELD_OUT = 2            # phrasings of each fact
@@ -30,10 +30,10 @@ TWO_TURNS = {"train": 3_000, "test": 300}  # conversations with a second questio
 TEXTS = read_texts("world_questions")
 GREETINGS = TEXTS["greetings"]
 CHAT = TEXTS["chat"].splitlines()
-CHAT_BY_NOUN = paragraphs(TEXTS["chat_by_noun"])
-CHAT_BY_QUESTION = paragraphs(TEXTS["chat_by_question"])
-IDENTITY = paragraphs(TEXTS["identity"])
-MORE_IDENTITY = paragraphs(TEXTS["more_identity"])
+CHAT_BY_NOUN = lines_of(TEXTS["chat_by_noun"])
+CHAT_BY_QUESTION = lines_of(TEXTS["chat_by_question"])
+IDENTITY = lines_of(TEXTS["identity"])
+MORE_IDENTITY = lines_of(TEXTS["more_identity"])
 SAYS_WHO = re.compile(r"\b(I am|I'm|name is|called) nanochat\b", re.IGNORECASE)
 GREETING = re.compile(r"\W*(hello|hi|hey|good (morning|evening|afternoon))\b", re.IGNORECASE)
 # What an answer may claim besides the name.
