@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from configurator import read_arguments, read_settings
+from nanochat.corpus.make_dataset import default_name
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
 from nanochat.runtime.files import base_dir, sha256, write_text
@@ -29,6 +30,7 @@ REPORT = "report/sections/*/{model_tag}/"
 # What each script reads, and what it leaves, in the base folder. Another script runs each time: it knows what is left
 # to do.
 FILES = {
+    "dataset": ([], ["data/{name}/manifest.json", "data/{name}/shard_*"]),
     "tok_train": (["data/{data}/manifest.json"], ["tokenizer/{data}"]),
     "base_train": (["data/{data}/manifest.json", "tokenizer/{data}"],
                    ["base_checkpoints/{model_tag}", REPORT + "base_train.json"]),
@@ -52,6 +54,8 @@ def files_of(command: list[str]) -> tuple[str, list[str], list[str]]:
     settings, _ = read_settings(str(Path(__file__).with_name(f"{script}.py")))
     values = {name: setting.default for name, setting in settings.items()}
     values |= read_arguments(command[place + 1 :], settings)
+    if script == "dataset":
+        values["name"] = values["name"] or default_name(values["source"])
     # Trainings are called as their stage: the page finds them by "mid-TAG".
     kinds = {module: stage for stage, module in SCRIPTS.items()}
     kinds["scripts.chat_eval"] = f"chat_eval-{values.get('source')}"

@@ -108,6 +108,8 @@ def test_once_knows_what_a_command_reads_and_leaves():
          ("rl-d4", ["sft_checkpoints/d4"], ["rl_checkpoints/d4", report + "chat_rl.json"])),
         (f"{run} scripts.chat_eval --source mid --model_tag d4",
          ("chat_eval-mid-d4", ["mid_checkpoints/d4"], [report + "chat_eval_mid.json"])),
+        ("python -m scripts.dataset --source=/home/me/books",
+         ("dataset-books", [], ["data/books/manifest.json", "data/books/shard_*"])),
         ("python -m scripts.library --source=/home/me/notes", ("library-notes", [], []))):
         assert files_of(command.split()) == expected
     for command in ("python -m scripts.tok_train --dtaa=mine", "ls -l"):
@@ -430,7 +432,8 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     assert "done before" not in killed and "=== sft-rehearsal" in killed
 
     sections = (f"report/sections/*/rehearsal/{script}.json" for script in ("base_train", "base_eval"))
-    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", *sections}
+    data = {f"data/tinyworld/{files}" for files in ("manifest.json", "shard_*")}
+    finished = data | {"tokenizer/tinyworld", "base_checkpoints/rehearsal", *sections}
     kept = [path for name in finished | {"sft_checkpoints/rehearsal"} for path in folder.glob(name)]
     before = {path: path.stat().st_mtime_ns for top in kept for path in list(top.glob("step_*/*")) or [top]}
     weights = sorted((folder / "mid_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
