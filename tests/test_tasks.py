@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import REPO, run_module
-from nanochat.corpus.passages import make_library
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
+from nanochat.corpus.make_library import make_library
 from nanochat.corpus.tinyworld import COMPUTED, WORDS, facts
 from nanochat.data.conversation import check_conversation, parts, text_of
 from nanochat.data.task import Task, reference

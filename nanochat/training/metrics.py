@@ -53,7 +53,8 @@ class Metrics:
         self.pending: tuple[int, Tensor, torch.cuda.Event | None, dict] | None = None
         self.clock = time.perf_counter()
         self.wandb: Any = None
-        self.early: str | None = ""   # the log's lines until `begin_file`; then None
+        self.unwritten = ""   # lines of the log that are not in its file so far
+        self.begun = False    # `begin_file` was called
         if start_step > num_iterations:
             raise UserError(f"this run would have {num_iterations} steps, but the checkpoint is at step {start_step}: "
                             f"--num_iterations={start_step} takes it as finished; --overwrite without --resume starts "
@@ -66,7 +67,7 @@ class Metrics:
         """Rank 0: read the log that a resumed run continues, and begin wandb's."""
         records = read_metrics(self.path) if self.path.exists() else []
         # Later steps will be logged again.
-        self.early = "".join(json.dumps(record) + "\n" for record in records if record["step"] < start_step)
+        self.unwritten = "".join(json.dumps(record) + "\n" for record in records if record["step"] < start_step)
         if run:
             try:
                 import wandb  # optional, and slow to import
@@ -183,23 +184,29 @@ class Metrics:
             print0(f"step {step:05d}/{self.num_iterations:05d} | {line}")
         if not is_rank0():
             return
-        record = json.dumps({"step": step, "time": time.time()} | values) + "\n"
-        if self.early is not None:
-            self.early += record
-        else:
-            try:
-                with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(record)
-            # Usually a full disk: the run is worth more than a line.
-            except OSError as error:
-                print0(f"warning: {self.path} lacks a line: {error.strerror}; {newest_saved(self.path.parent)}")
+        self.unwritten += json.dumps({"step": step, "time": time.time()} | values) + "\n"
+        if self.begun:
+            self.write()
         if self.wandb:
             self.wandb.log(values, step=step)
 
+    def write(self) -> None:
+        """Append what is not in the file so far. A full disk does not end the run: the next record tries again."""
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(self.unwritten)
+            self.unwritten = ""
+        except OSError as error:
+            if not self.unwritten.startswith("\n"):
+                print0(f"warning: {self.path} cannot be written: {error.strerror}; the run goes on, and writes it "
+                       f"when it can; {newest_saved(self.path.parent)}")
+                # Part of it may be in the file: the next try begins a new line.
+                self.unwritten = "\n" + self.unwritten
+
     def begin_file(self) -> None:
         """Rank 0: from here the file is the log of this run."""
-        write_text(self.path, self.early)
-        self.early = None
+        write_text(self.path, self.unwritten)
+        self.unwritten, self.begun = "", True
 
     def results(self) -> dict[str, float | str]:
         """The rows of a training stage in the summary of the report."""

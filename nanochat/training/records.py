@@ -17,7 +17,8 @@ STEPS_LOG, ESTIMATE = "once/steps.jsonl", "once/estimate.json"
 def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl in order of steps. A line that a kill cut short is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # Each line once: after a full disk one may have been written twice.
+    for line in dict.fromkeys(path.read_text(encoding="utf-8").splitlines()):
         # The resumed run wrote the step of a broken line again, on a line of its own.
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
