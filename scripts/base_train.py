@@ -150,12 +150,12 @@ if device_batch_size == -1:
     device_batch_size = rows_at_a_time(total_batch_size // max_seq_len, pipeline.dp_ranks, 16 if large else 8,
                                        pipeline_stages)
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len)
-# The share of a step's places that hold a row; less than 1 if the ranks do not divide the batch
+# The share of a step's micro-batches that have rows; the others, if the ranks do not divide the batch, have a loss of 0
 filled = total_batch_size / (grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
 if filled < 1:
-    print0(f"{pipeline.dp_ranks} rank(s) do not divide the batch: {1 - filled:.0%} of their micro-steps are empty")
+    print0(f"{pipeline.dp_ranks} rank(s) do not divide the batch: {1 - filled:.0%} of their micro-batches are empty")
 total_tokens = num_iterations * total_batch_size
 print0(f"run: {num_iterations:,} steps, {total_tokens:,} tokens, {total_tokens * flops_per_token:.2e} FLOPs")
 
@@ -234,13 +234,14 @@ while True:
     # and moments. (NorMuon's second moments are not cut: r holds them for the matrices that it orthogonalizes.)
     #   forward   before a unit runs, r waits for its weights; their all-gather began after the last update
     #   backward  in every micro-step (stage 1: the last), a unit whose gradients are complete is reduce-scattered in
-    #             float32: r receives the sum of its 1/N over the ranks, adds it to its own sum, and frees the unit's
-    #             gradients. At most two units travel at once. After the last micro-step replicas all-reduce their sums
+    #             float32: r receives the sum of its 1/N over the ranks, adds it to its own sum, and has freed its
+    #             whole gradients. At most two units travel at once; the last two go on during the next forward pass. In
+    #             the last micro-step replicas all-reduce their sums, unit by unit
     #   reduce    one all-reduce of six numbers over all ranks: loss, count (`filled`, or 0 without a loss), squared
     #             norm, three flags: not finite, stop, save. r divides loss and gradients by the summed count and clips
-    #   update    AdamW: r updates its 1/N. Muon: an all-to-all brings each matrix's momentum to one rank, which
-    #             orthogonalizes it; a second one brings the parts back; r updates its 1/N. EMA-Nesterov, in mid-run: r
-    #             moves its 1/N further in the mean direction of its moves
+    #   update    AdamW: r updates its 1/N. Muon: an all-to-all for each shape brings each matrix's momentum to one
+    #             rank, which orthogonalizes it; a second one brings the parts back; r updates its 1/N. EMA-Nesterov
+    #             (`ahead`), in mid-run: r moves its 1/N further in the mean direction of its moves
     #   gather    r's 1/N of the new weights is all-gathered, unit by unit, while the next step begins; r frees its
     #             sum of gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
@@ -254,7 +255,7 @@ while True:
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, cu_seqlens, data_state = next(train_loader)  # read ahead by a thread: the host does not wait
 
-    # reduce_and_clip divides loss and gradients by the summed count. In a pipeline only the last stage has a loss.
+    # In a pipeline only the last stage has a loss.
     count = filled if pipeline.is_last else 0.0
     stats = sharding.reduce_and_clip(step_loss, count, *session.requests(), grad_clip)
     # This step's rates, as multiples of the initial ones; AdamW may have a warmdown of its own.

@@ -19,7 +19,7 @@ from nanochat.data.conversation import render, render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.inference.engine import Answer, Engine
-from nanochat.inference.kv_cache import CachedModel, Row, linear
+from nanochat.inference.kv_cache import CachedModel, Row, laid_out
 from nanochat.inference.logprobs import token_logprobs
 from nanochat.inference.sampling import Sampler, SamplingParams, draw
 from nanochat.inference.tools import Tools
@@ -176,7 +176,7 @@ def test_bfloat16_is_as_exact_as_the_plain_model(arch):
 def test_products_of_any_number_of_rows_are_those_of_the_definition(dtype):
     """In float64. The error is relative to the sum of the products' sizes, as rounding is."""
     weight = torch.randn(96, 64).to(dtype)
-    multiply = linear(weight)
+    multiply = laid_out(weight)
     for rows in (1, 2, 16, 33):
         x = torch.randn(rows, 64).to(dtype)
         got = multiply(x)

@@ -51,12 +51,12 @@ class CachedModel:
         self.config = config
         self.windows = [config.window(layer) for layer in range(config.n_layer)]
         with torch.inference_mode():
-            self.model, self.head = for_decoding(model), linear(weight)
+            self.model, self.head = for_decoding(model), laid_out(weight)
             self.angles = rotary_angles(capacity, config.head_dim, config.rope_theta, weight.device)
             # A slot more than tokens: see `write_offset_keys`. Zeros, because zero times a NaN left in memory is NaN.
             self.kv = weight.new_zeros(config.n_layer, 2, max_rows, config.n_kv_head, rounded(capacity + 1),
                                        config.head_dim)
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # the caller appends a Row() for each new text
 
     # ---- Rows
 
@@ -177,13 +177,13 @@ def for_decoding(model: GPT) -> GPT:
 
 
 class LaidOut(Products):
-    """A block's products by copies of its weights."""
+    """A block's products by copies of its weights, so the weights that are passed are not read."""
 
     def __init__(self, block: Block):
         attn = block.attn
-        self.qkv = linear(torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight)))
-        self.out = linear(attn.c_proj.weight)
-        self.fc, self.proj = linear(block.mlp.c_fc.weight), linear(block.mlp.c_proj.weight)
+        self.qkv = laid_out(torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight)))
+        self.out = laid_out(attn.c_proj.weight)
+        self.fc, self.proj = laid_out(block.mlp.c_fc.weight), laid_out(block.mlp.c_proj.weight)
 
     def linears(self, x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         return self.qkv(x).split([len(weight) for weight in weights], dim=-1)
@@ -195,7 +195,7 @@ class LaidOut(Products):
         return self.proj(F.relu(self.fc(x)).square_())
 
 
-def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
+def laid_out(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """
     The function x → x weightᵀ for x (N, C), in x's dtype, and a constant weight (O, C).
 

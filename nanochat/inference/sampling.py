@@ -123,7 +123,7 @@ def draw(
     drawn = [0] * len(samplers)
     for kind, rows in groups.items():
         own = [samplers[row] for row in rows]
-        part = capped(logits[rows], softcap)
+        part = shifted_softcap(logits[rows], softcap)
         add_to_logits(part, own)
         if kind == "best":
             tokens = most_probable(part, own)
@@ -135,7 +135,7 @@ def draw(
     return drawn
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
+def shifted_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     """
     The capped logits but for a constant, which changes no draw: c · tanh(x / c) = 2c · σ(2x / c) − c, and on a CPU a
     sigmoid takes a tenth of tanh's time. Without a cap the largest is 0, so a low temperature makes none infinite.

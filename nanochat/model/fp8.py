@@ -3,7 +3,8 @@ Matrix products in 8 bits, at twice the rate of bfloat16 on Hopper and later GPU
 arXiv:2209.05433: activations and weights have 3 bits of mantissa (e4m3), gradients 2 bits and a larger range (e5m2).
 Each tensor is scaled so that its largest value, or a bound of it (`Fp8MLP`), becomes the format's largest; sums are
 float32.
-Passes without gradients (validation, CORE, samples) multiply in the model's own dtype, as its users will.
+Passes without gradients (validation, CORE, samples: logits, or losses one by one) multiply in the model's own dtype,
+as its users will.
 """
 from collections.abc import Sequence
 from functools import reduce
@@ -41,7 +42,7 @@ def fp8_pays(device: torch.device, width: int, tokens: int) -> bool:
 
 def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
     """
-    Let blocks and head multiply with their matrices in 8 bits. UserError for a GPU without 8-bit products, and for a
+    Let blocks and head multiply with their matrices in 8 bits. UserError for a GPU older than Hopper, and for a
     number of tokens in a micro-batch that they cannot take.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):

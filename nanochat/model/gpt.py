@@ -7,7 +7,8 @@ projections start at zero, so that every block begins as the identity. That is t
 gpt_config.py add to it.
 
 What makes it fast on one kind of machine is behind three doors: `attention` in attention.py, `Products` in products.py
-(in 8 bits: fp8.py), and `softcapped_cross_entropy` in loss.py.
+(in 8 bits: fp8.py), and `softcapped_cross_entropy` in loss.py. For decoding, inference/kv_cache.py hands in attention
+over its cache (`Positions.attend`).
 """
 import math
 import zlib
@@ -47,9 +48,9 @@ class Positions(NamedTuple):
     doc_start: Tensor | None = None   # (B, T), see `document_starts`; None: a row is one text
     # (N,) int64: these of the B · T positions the last block returns, (N, C); None: all, (B, T, C).
     loss_positions: Tensor | None = None
-    # For decoding (kv_cache.py), where N tokens of several rows lie end to end, and shapes have N for B, T: the token
-    # before each in its document, −1 if there is none; and attention over a cache, (layer, q, k, v) → (N, H, D).
-    previous: Tensor | None = None
+    # ---- For decoding only (kv_cache.py): the tokens of several rows lie end to end, so all shapes have N for B, T.
+    previous: Tensor | None = None    # (N,) the token before each in its document, −1 if there is none
+    # (layer, q, k, v) → (N, H, D): attention over the cache, which also knows windows, documents and the offset.
     attend: Callable | None = None
 
 
@@ -59,7 +60,8 @@ class Streams(NamedTuple):
     x: Tensor  # the residual stream
     # Only if config.streams is 3.
     first: Tensor | None = None   # the first block's input
-    middle: Tensor | None = None  # x after block n_layer // 2; until then the first block's input
+    # x after block n_layer // 2; until then the first block's input (with one or two layers in all of them).
+    middle: Tensor | None = None
 
 
 def norm(x: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class RotatedNorm(torch.autograd.Function):
     """
-    factor · norm(rotate(x)) for training. It rounds once, and keeps only its result, which attention also keeps. On a
+    factor · norm(rotate(x)) for training. It rounds once, and keeps its result, which attention also keeps. On a
     GPU each pass is compiled into one kernel that reads and writes x's dtype; autograd's own backward pass would write
     float32 to memory.
     """
@@ -117,7 +119,10 @@ class RotatedNorm(torch.autograd.Function):
 
 
 class Gate(nn.Linear):
-    """Numbers in (0, limit), one for each output, from the first channels of x (…, C); zero weights give limit/2."""
+    """
+    Numbers in (0, limit), one for each output, from the first channels of x (…, C); zero weights give limit/2.
+    inputs, limit: only with config.narrow_gates; else 32 and 2.
+    """
 
     def __init__(self, config: GPTConfig, outputs: int, inputs: int, limit: int):
         if not config.narrow_gates:
@@ -280,7 +285,8 @@ class Block(nn.Module):
         """The residual stream (B, T, C) after the block, or (N, C): see `Positions.loss_positions`. tokens: (B, T)."""
         x, first, _ = streams
         value_embeds = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
-        # In block 0: for the compiler, one tensor passed twice would make another kind of block.
+        # In block 0: for the compiler, one tensor passed twice would make another kind of block. (Only the last block
+        # reads `middle`.)
         if first is x:
             streams = streams._replace(first=x.view_as(x))
         return self.body(streams, positions, value_embeds)

@@ -7,13 +7,14 @@ ZeRO: what each rank keeps, and what travels when. Rajbhandari et al. 2020, arXi
     2            whole                        1/N; reduce-scattered in every micro-step        1/N
     3            1/N; gathered unit by unit   1/N; reduce-scattered in every micro-step        1/N
 
-On stages 1 to 3 Muon's matrices travel, too: once per step to the rank that orthogonalizes each, and back
-(`MatrixExchange` in muon.py). AdamW needs no communication.
+On stages 1 to 3 the momentum of Muon's matrices travels, too: once per step to the rank that orthogonalizes each, and
+back (`MatrixExchange` in muon.py). AdamW needs no communication.
 
 A unit is the embedding, a block or the head. Its gradients start to travel as soon as the backward pass has computed
 all of them. With one micro-step per optimizer step, stages 1 and 2 send the same, but they keep gradients in different
 dtypes: on stages 0 and 1 a parameter's gradient is float32, the sum of its micro-steps; on stage 2 it has the dtype in
-which it was computed, and only the sum over ranks is float32.
+which it was computed, and the sums over ranks and micro-steps are float32. "Waits" means: on a GPU the stream of its
+kernels waits, on a CPU the process.
 
 N is the number of ranks in a shard group, `shard_size`. Several groups are replicas: they keep the same shards and add
 up their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing. In a
@@ -54,7 +55,7 @@ def shard_model(
     Shard a model with the same weights on every rank, on `device`, and cast it to `dtype`.
 
     weights: for a model on the meta device, returns the whole weights of a parameter by its name. Units get their
-    weights and are sharded one by one, so no rank ever holds more than one whole unit beside its own parts.
+    weights and are sharded one by one, so no rank ever holds more than one whole unit in float32.
     units: the modules whose parameters travel together, in the order of the forward pass. On stages 0 to 2 a rank may
     leave out units in a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
     shard_size: ranks of a shard group, -1 for all. pipeline_stages: groups of neighbouring ranks, each with layers of
@@ -99,8 +100,8 @@ class Bucket:
             master.copy_(params[name].data.flatten()[r.start : r.end])
             self.shards.append(Shard(name, shapes[name], r.start, r.end, master))
 
-        # Autograd sums micro-steps in float32, even if products are bfloat16. A gradient that is sent in every
-        # micro-step keeps its own dtype.
+        # On stages 0 and 1 autograd sums micro-steps in float32, even if products are bfloat16. A gradient that is sent
+        # in every micro-step keeps its own dtype (None).
         is_summed_here = sharding.zero_stage < 2 or ranks == 1
         offset = 0
         for p in params.values():
@@ -183,13 +184,14 @@ class Buckets(Sharding):
             self.send(self.unsent.popleft())
         for bucket in self.buckets:
             bucket.computed = 0
+        # Otherwise the last two travel during the next forward pass.
         while self.in_flight and last:
             self.receive()
 
     def gradient_computed(self, bucket: Bucket) -> None:
         """The backward pass calls this for each parameter. Sends all buckets that are complete and whose turn it is."""
         bucket.computed += 1
-        assert bucket.computed <= self.passes * len(bucket.params), "one backward pass in a micro-step"
+        assert bucket.computed <= self.passes * len(bucket.params), "more backward passes than `passes`"
         while self.unsent and self.unsent[0].computed == self.passes * len(self.unsent[0].params):
             self.send(self.unsent.popleft())
 
@@ -221,8 +223,8 @@ class Buckets(Sharding):
     # --- Once per step
 
     def collect_gradients(self) -> None:
-        # Nothing was sent: the parameters have the sums.
         if self.dp_ranks == 1:
+            # Nothing was sent: the parameters have the sums.
             return super().collect_gradients()
         for bucket in self.buckets:
             bucket.wait()
