@@ -169,7 +169,7 @@ def rows_that_fit(most: int, depth: int, checkpointing: bool) -> int:
     config = config_of(depth)
     if here:
         return rows_that_train(most, config, dtype, "cuda", True, checkpointing, ranks)
-    return largest_rows(most, lambda rows: needed_bytes(config, rows, dtype, ranks, checkpointing) < kind.memory * GIB)
+    return largest_rows(most, lambda rows: needed_bytes(config, rows, dtype, ranks, checkpointing) <= kind.memory * GIB)
 
 
 if kept:

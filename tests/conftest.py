@@ -1,5 +1,4 @@
 """Every test has its own base folder and random numbers; --shuffle=SEED runs all tests in another order."""
-import os
 import random
 from pathlib import Path
 
@@ -50,19 +49,6 @@ def pytest_collection_modifyitems(config, items):
 def base_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     return tmp_path / "base"
-
-
-@pytest.fixture
-def real_items(base_folder) -> Path:
-    """A base folder with CORE's bundle and the tasks of the folder NANOCHAT_EVAL_DATA; both may be links."""
-    items = os.environ.get("NANOCHAT_EVAL_DATA")
-    if not items:
-        pytest.skip("NANOCHAT_EVAL_DATA names no folder with eval_bundle/ and tasks/")
-    (base_folder / "tasks").mkdir(parents=True)
-    (base_folder / "eval_bundle").symlink_to(Path(items, "eval_bundle"))
-    for name in ("mmlu", "gsm8k", "humaneval"):
-        (base_folder / "tasks" / name).symlink_to(Path(items, "tasks", name))
-    return base_folder
 
 
 @pytest.fixture(autouse=True)

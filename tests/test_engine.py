@@ -512,7 +512,7 @@ def test_streaming_is_generating_and_may_be_left():
 
 
 def write_checkpoint(folder, model: GPT, tokenizer: Tokenizer = TOKENIZER, **meta) -> None:
-    """What load_model reads, without training."""
+    """What load_checkpoint reads, without training."""
     save_weights(folder, 1, model.state_dict(), tokenizer, model.config, meta)
 
 

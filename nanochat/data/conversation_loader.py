@@ -21,7 +21,7 @@ from nanochat.data.best_fit import WaitingItems
 from nanochat.data.conversation import Conversation, render_parts
 from nanochat.data.padding import Row, on_device, padded_batch, padded_length
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.runtime.collectives import concatenate_parts, rank_and_size
+from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.processes import in_processes
@@ -69,7 +69,8 @@ class RenderedConversations:
         shares = [range(start, stop) for start, stop in itertools.pairwise(bounds)]
         rendered = in_processes(partial(render_share, conversations, tokenizer, max_tokens), shares)
         of_rank = [np.concatenate(arrays) for arrays in zip(*rendered)]
-        self.ids, self.masks, self.lengths, too_long = map(concatenate_parts, of_rank)
+        # Of all ranks, end to end; some may be empty.
+        self.ids, self.masks, self.lengths, too_long = (np.concatenate(gather_objects(part)) for part in of_rank)
         if not len(self):
             raise UserError(f"none of the {count} conversations can be trained on: "
                             f"an answer must fit into max_seq_len={max_tokens - 1}")

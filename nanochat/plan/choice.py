@@ -129,7 +129,7 @@ def disk(depth: int) -> int:
     written, text and its tokens, and the rest.
     """
     (model,) = split_into_stages(config_of(depth))
-    states = state_bytes(2, 1, torch.bfloat16, model.adamw, model.muon, look_ahead=True)
+    states = state_bytes(2, 1, torch.bfloat16, model.adamw, model.muon, ema_nesterov=True)
     shards = SIZES[depth].shards
     tokens = shards * 250e6 / 4.7  # of about 4.7 characters; 2 bytes each
     needed = 9 * (states.parameters + states.optimizer) + shards * SHARD + 2 * tokens + SOFTWARE

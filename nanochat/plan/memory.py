@@ -31,7 +31,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(
-    zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: int, look_ahead: bool = False
+    zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: int, ema_nesterov: bool = False
 ) -> StateBytes:
     """
     adamw, muon: parameters that each updates. Bytes per parameter of AdamW, in bfloat16 and in float32:
@@ -41,7 +41,7 @@ def state_bytes(
         stage 2    2 + 16/N     4 + 12/N
         stage 3    16/N         16/N
 
-    Muon's optimizer state has 4 bytes less: 14, 6 + 8/N, 2 + 12/N, 12/N; 12, 8 + 4/N, 4 + 8/N, 12/N. look_ahead adds
+    Muon's optimizer state has 4 bytes less: 14, 6 + 8/N, 2 + 12/N, 12/N; 12, 8 + 4/N, 4 + 8/N, 12/N. ema_nesterov adds
     4 bytes to both optimizer states.
     The paper's 16, 4 + 12/N, 2 + 14/N and 16/N have gradients of 2 bytes: here micro-steps are summed in float32.
     """
@@ -50,7 +50,7 @@ def state_bytes(
     parameters = FLOAT32 * share if zero_stage == 3 else dtype.itemsize  # fully_shard keeps the masters' float32 rows
     gradients = FLOAT32 * share if zero_stage >= 2 else FLOAT32
     masters = FLOAT32 if zero_stage < 3 and dtype != torch.float32 else 0
-    moments = FLOAT32 * (2 * adamw + muon + look_ahead * total)
+    moments = FLOAT32 * (2 * adamw + muon + ema_nesterov * total)
     return StateBytes(parameters * total, gradients * total, (masters * total + moments) * share)
 
 
@@ -120,9 +120,9 @@ def step_bytes(
     peaks = []
     for number, part in enumerate(split_into_stages(config, pipeline_stages)):
         is_last = number == pipeline_stages - 1
-        # As in a run of LONG steps; a shorter one does not look ahead.
-        look_ahead = config.n_layer >= LARGE_DEPTH
-        states = state_bytes(zero_stage, shards, dtype, part.adamw, part.muon, look_ahead)
+        # As in a run of LONG steps; a shorter one has no EMA-Nesterov.
+        ema_nesterov = config.n_layer >= LARGE_DEPTH
+        states = state_bytes(zero_stage, shards, dtype, part.adamw, part.muon, ema_nesterov)
         gradients = FLOAT32 * (part.adamw + part.muon)
 
         # Activations, in a pipeline of all micro-batches whose backward pass is still to come. The smear: two tensors.

@@ -2,7 +2,6 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -108,8 +107,3 @@ class SumOfChunks:
     def wait(self) -> None:
         self.work.wait()
         torch.sum(self.received.view(-1, len(self.output)), dim=0, out=self.output)
-
-
-def concatenate_parts(part: np.ndarray) -> np.ndarray:
-    """The arrays of all ranks end to end, in the order of ranks, on every rank; some may be empty. COLLECTIVE."""
-    return np.concatenate(gather_objects(part))

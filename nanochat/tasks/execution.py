@@ -24,6 +24,7 @@ from nanochat.runtime.console import print0
 
 MAX_PROCESSES = 16             # of a program at once, threads included; the kernel does not limit root's
 MAX_FILE_BYTES = 16 * 2**20    # of each file, and of what it prints
+MEMORY_BYTES = 512 * 2**20  # address space of each of its processes
 
 # The program's process sets its own limits, before it reads the program. Its hard limits cannot be raised again.
 START = """
@@ -55,12 +56,12 @@ def bubblewrap() -> tuple[str, ...]:
     return walls
 
 
-def run_python(code: str, timeout: float = 5.0, memory_bytes: int = 512 * 2**20) -> str | None:
+def run_python(code: str, timeout: float = 5.0) -> str | None:
     """
     What a program prints, if it ends on its own within `timeout` seconds, with exit code 0; else None. From any thread,
-    many at a time. memory_bytes: address space of each of its processes.
+    many at a time.
     """
-    limits = {"AS": memory_bytes, "FSIZE": MAX_FILE_BYTES, "NOFILE": 256, "CORE": 0, "CPU": int(timeout) + 1}
+    limits = {"AS": MEMORY_BYTES, "FSIZE": MAX_FILE_BYTES, "NOFILE": 256, "CORE": 0, "CPU": int(timeout) + 1}
     walls = bubblewrap()
     # A user's processes are counted from zero in a namespace only; outside, the limit would count the user's others.
     if walls:

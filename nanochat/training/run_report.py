@@ -51,10 +51,9 @@ def write_section(stage: str, title: str, body: str, model: str = "", results: d
 
 
 def remove_sections(stage: str, data: str | None, model_tag: str) -> None:
-    """Remove the sections of a training stage and of all later ones: their results come from another model now."""
-    if is_rank0():
-        for later in ORDER[ORDER.index(stage) :]:
-            section_path(later, data, model_tag).unlink(missing_ok=True)
+    """Rank 0: remove the sections of a training stage and of later ones, whose results come from another model now."""
+    for later in ORDER[ORDER.index(stage) :]:
+        section_path(later, data, model_tag).unlink(missing_ok=True)
 
 
 def generate(model_tag: str = "") -> Path:
