@@ -112,8 +112,8 @@ def test_once_knows_what_a_command_reads_and_leaves():
          ("dataset-books", [], ["data/books/manifest.json", "data/books/shard_*"])),
         ("python -m scripts.library --source=/home/me/notes", ("library-notes", [], []))):
         assert files_of(command.split()) == expected
-    for command in ("python -m scripts.tok_train --dtaa=mine", "ls -l"):
-        with pytest.raises(UserError, match="data|ls -l"):
+    for command in ("python -m scripts.tok_train --dtaa=mine", "ls -l", "python -m scripts.mid_train"):
+        with pytest.raises(UserError, match="data|ls -l|model_tag"):
             files_of(command.split())
 
 

@@ -174,6 +174,9 @@ class Api:
         if expression := asked.grammar(model.tokenizer):
             try:
                 async with self.compilers:
+                    # Meanwhile the server may have been asked to stop: it waits for those that are compiled only.
+                    if model.state != "ready":
+                        raise model.gone()
                     grammar = await asyncio.to_thread(compile_grammar, expression, model.tokenizer)
             except UserError as error:
                 raise ApiError(400, str(error)) from None

@@ -25,7 +25,8 @@ async def read_body(http: HttpRequest) -> bytes:
     # Browsers let any page post other types to any address without a preflight request.
     if kind != "application/json":
         raise ApiError(415, "the body must be JSON: Content-Type: application/json")
-    if encoding := http.headers.get("content-encoding"):
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
         raise ApiError(415, f"compressed bodies are not read: send it without Content-Encoding: {encoding:.80}")
     body = bytearray()
     try:
@@ -94,9 +95,11 @@ class Gate:
             raise ApiError(421, words)
         # A proxy may believe the other length, and take the rest of the body for another client's request.
         if "transfer-encoding" in headers and "content-length" in headers:
-            raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both")
+            words = "a request has Content-Length or Transfer-Encoding, not both"
+            raise ApiError(400, words, headers={"Connection": "close"})
         sent = headers.get("authorization", "").encode("latin-1")
         # Takes the same time for every wrong key.
         is_right = hmac.compare_digest(sent, f"Bearer {self.api_key}".encode())
         if self.api_key and path not in OPEN_PATHS and not is_right:
-            raise ApiError(401, "this server asks for its key: Authorization: Bearer KEY", "invalid_api_key")
+            words = "this server asks for its key: Authorization: Bearer KEY"
+            raise ApiError(401, words, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

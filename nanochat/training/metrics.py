@@ -172,7 +172,7 @@ class Metrics:
 
     def log_validation(self, step: int, bpb: float, floor: float | None = None) -> None:
         """floor: entropy of the corpus in bits per byte, if known."""
-        self.state["min_val_bpb"] = min(bpb, self.state["min_val_bpb"] or math.inf)
+        self.state["min_val_bpb"] = min(self.state["min_val_bpb"] or math.inf, bpb)
         values = {"val/bpb": bpb}
         if floor:
             values["val/floor"] = floor

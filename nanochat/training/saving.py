@@ -73,7 +73,7 @@ class CheckpointWriter:
         from_rank0(self.take_folder)
         self.began = time.monotonic()  # time of the newest save, or of the run's start
         self.saved = start_step        # the step of the newest save; -1: it failed
-        # Its thread is no daemon: when a run fails, the interpreter waits for it, instead of killing it in mid-write.
+        # Its thread is no daemon: without torchrun the interpreter of a run that fails waits for it.
         self.executor = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future | None = None
         # The thread has its own group: its messages must not mix with the main thread's.
