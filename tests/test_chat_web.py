@@ -360,6 +360,9 @@ def test_requests_that_are_none_leave_nothing_in_the_log(server):
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
             raw.sendall(request)
             assert raw.recv(100).split()[1] == str(status).encode(), request
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
+        raw.sendall(HEALTH[:-2] + both + HEALTH)
+        assert raw.makefile("rb").read().count(b"HTTP/1.1 ") == 1, "what follows is not read as a request"
     assert server.log.read_text().count("\n") == 1, "the line with the address"
 
 
