@@ -620,4 +620,5 @@ def test_example_questions(tmp_path, base_folder):
         assert example_questions("run[18000:], arithmetic*2, search, lookup", library)[: len(expected)] == expected
     (tmp_path / "a.md").write_text("# Der Hinterreifen\n\nEr braucht vier bar.\n")
     own = Library(make_library(str(tmp_path / "a.md")))
-    assert example_questions("lookup, arithmetic", own)[:2] == ["Der Hinterreifen", example_questions("arithmetic")[0]]
+    first = "What does it say about Der Hinterreifen?"
+    assert example_questions("lookup, arithmetic", own)[:2] == [first, example_questions("arithmetic")[0]]

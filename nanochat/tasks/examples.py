@@ -10,14 +10,13 @@ OF_PYTHON = {"lookup", "search", "pydoc"}  # ask about Python's library
 
 def example_questions(specs: str, library: Library | None = None) -> list[str]:
     """
-    Four questions that a model trained on these tasks should answer: two titles of a library made from a user's own
-    files, if there is one, which are questions in any language; then examples.toml's, about Python's library only if it
-    is there.
+    Four questions that a model trained on these tasks should answer: two about titles of a library made from a user's
+    own files, if there is one; then examples.toml's, about Python's library only if it is there.
     """
     questions = []
     of_python = library is not None and library.manifest["source"] == "python"
     if library and not of_python and task_names(specs) & LOOKING_UP:
-        questions = [title for title, in library.query(
+        questions = [f"What does it say about {title}?" for title, in library.query(
             "SELECT title FROM passages WHERE length(title) < 40 GROUP BY title ORDER BY min(id) LIMIT 2")]
     trained = without_parts(specs).split(",")
     examples = [examples for task, examples in read_texts("examples").items()
