@@ -92,7 +92,8 @@ def names(folder: Path) -> list[str]:
 
 def fetched(server) -> set[str]:
     """The files whose bodies were asked for; asks anew."""
-    files = set(server.requests)
+    # Once a day the hub's library asks which programs are agents.
+    files = set(server.requests) - {"agent-harnesses"}
     server.requests.clear()
     return files
 
