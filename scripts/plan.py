@@ -1,13 +1,10 @@
 """
-What fits, how long it takes and what it costs: by trial on this machine, by formula on GPUs that are not here.
+What fits, how long it takes, what it costs: by trial here, by formula on GPUs to rent. Exit code 1: nothing does.
 
     python -m scripts.plan                                     # this machine: what speedrun.sh trains on it
     python -m scripts.plan --depth=12                          # one model on its GPUs: the command that trains it
     python -m scripts.plan --gpus=8 --gpu=H100 --price=2.5     # speedrun.sh on GPUs to rent
     python -m scripts.plan --gpus=64 --gpu=H100 --depth=32 --between=ndr    # one model on them: the fastest layout
-
-The last one shows bytes that a rank holds and sends on each stage of ZeRO, seconds that a step waits, and hours of
-pretraining. Exit code 1 and one line if nothing can be trained.
 """
 from configurator import configure
 
@@ -30,6 +27,8 @@ target_param_data_ratio = 8.0  # [>0] training tokens per parameter of matrices 
 file = ""                   # where its variables are kept, or a CPU's seconds of each step; empty: they are printed
 configure(globals())
 
+# A layout's table: bytes that a rank holds and sends on each stage of ZeRO, seconds that a step waits, hours of
+# pretraining.
 import importlib.util
 import json
 import os
