@@ -76,7 +76,7 @@ def refused(path: Path) -> str:
 
 def test_markdown_becomes_passages_with_heading_and_line(folder):
     (folder / "wine.md").write_text(WINE)
-    assert passages(made(folder)) == [
+    assert [passage[:3] for passage in passages(made(folder))] == [
         ("Wine", "The cellar key hangs behind the kitchen door. Ask Ada if it is gone. Red wine stands on the left.",
          "notes/wine.md:6"),
         ("Wine", "Riesling is kept at nine degrees.", "notes/wine.md:11"),
@@ -312,5 +312,5 @@ def test_a_search_is_bounded_in_work_not_in_time_and_says_that_it_was_cut_off(fo
     tools = Tools(library)
     assert "too long" in tools.result("search('code box')", Tokenizer([]), calls=0, context=300)
     assert tools.result("search('pears')", Tokenizer([]), calls=0, context=300) == "nothing"
-    assert tools.wider("search('pears')", ["code box"]) == 'search("code box")', "its result says so"
+    assert tools.asked(["code box"]) == ("code box", True), "its result says so"
     assert len(passages_of("search", str(library.path), "train")) > 15_000, "training reads all, however long it takes"

@@ -85,7 +85,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
             database.create_function(function, 1, of)
         database.executescript(SCHEMA)
         database.execute("INSERT INTO manifest VALUES ('form', ?), ('source', ?)", (FORM, source))
-        count = database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount
+        count = database.executemany(INSERT, (one[:3] for one in progress(passages, "reading", "passages"))).rowcount
         if not count:
             raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
         for title, text in database.execute("SELECT title, text FROM passages"):
