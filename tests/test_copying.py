@@ -167,7 +167,8 @@ def test_what_is_searched_for_to_answer_a_conversation(tmp_path, monkeypatch, qu
     tools = Tools(Library(make_library(str(tmp_path / "shop.md"))))
     asked, found = tools.asked(questions)
     *before, last = questions[-searched:]
-    assert found == bool(searched) and (not found or asked == "\n".join([*([" ".join(before)] if before else []), last]))
+    assert found == bool(searched)
+    assert not found or asked == (f"{' '.join(before)}\n" if before else "") + last
 
 
 @pytest.mark.parametrize("text, words", [
