@@ -161,7 +161,9 @@ class Library:
         def weight_in(found: set[str]) -> float:
             return sum(weights[stem] for stem in sorted(weights.keys() & found))
 
-        last = self.stems(" ".join(telling_words(question)[-1:]))
+        # Python's passages are not asked about by subject, and "json.partition" is one word.
+        tellings = map(telling_words, question.split()[::-1] if self.is_own else ())
+        last = self.stems(" ".join(next(filter(None, tellings), ())))
         total = sum(weights.values()) + LAST * weight_in(last)
         ranking, firsts = [], {}
         rarest = sorted(weights, key=weights.get)[-TERMS:]
