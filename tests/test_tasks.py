@@ -260,7 +260,7 @@ def check_spelling(conversation: dict) -> tuple[str, int]:
         word = re.search(rf'[ "]{conversation["word"]}\b', question)[0].lstrip('"')  # as its tokens are there
         letters, call = "-".join(word.strip()), f'spell("{word}")'
         assert calls == [("python", call), ("python_output", letters)] and answer == f"{letters}."
-        assert Tools().result(call, Tokenizer([]), calls=0, context=512) == letters
+        assert Tools().result(call, Tokenizer([]), calls=0, room=170) == letters
         return "spell", 0
     word = re.search('"([a-z]+)"', question)[1]
     letter = re.search(r" ([a-z])(?:'s)?[ ?.]", question)[1]

@@ -282,7 +282,7 @@ class ChatRequest(BaseRequest):
 
         kept = turns
         if self.truncation == "auto":
-            room = min(self.max_tokens, model.context // 4)
+            room = min(self.max_tokens, model.context // 2)
             kept = recent(turns, lambda messages: len(encoded(messages)), model.context - room)
         return {"prompts": [encoded(kept)], "forgotten": len(turns) - len(kept)}
 
