@@ -4,25 +4,29 @@ Passages of a folder or of Python's documentation: `python -m scripts.library` m
 A passage has as many sentences of a paragraph as fit into 300 characters. Its title is a Python object's name, the
 heading above it, or else its file's name. nanochat/inference/retrieval.py reads what this module writes.
 """
+import hashlib
 import re
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
 
 from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, files_below, kind_of, own_path, say
 from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
 from nanochat.data.sentences import sentence_ends
-from nanochat.inference.retrieval import FORM, Passage, connect, file_of, key_of, last_part, library_path
+from nanochat.inference.retrieval import FORM, Library, Passage, connect, file_of, key_of, last_part, library_path
 from nanochat.inference.tools import Tools, open_tools
 from nanochat.inference.words import parts, stems, words
-from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.progress import progress
 
 WHOLE = 1 << 30  # characters: a text is not cut into pieces, so its lines can be counted
 LONGEST = 300  # characters of a passage
+PATIENCE = 10  # seconds that a question waits while changed files are read
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 MARKUP = re.compile(r"!?\[([^\]]{0,200})\](?:\([^)]{0,500}\)|\[[^\]]{0,200}\])|`+|\*\*")  # a link's text stays
 # Code and comments are left out: on one line they are unreadable.
@@ -55,18 +59,21 @@ CREATE INDEX names ON passages(last, key);
 """
 
 
-def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8") -> Path:
+def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8",
+                 quiet: bool = False) -> Path:
     """
     Make the library of a folder or file, or of "python"; print and return its path. The settings are the command's, see
-    scripts/library.py. An existing library is replaced as a whole.
+    scripts/library.py. An existing library is replaced as a whole. quiet: print nothing.
     """
+    files = ""
     if source == "python":
         passages = python_passages()
     else:
         path = own_path(source, "python, or a folder or file of your own")
         source = str(path)
         name = name or KIND.sub("", path.name)
-        passages = file_passages(path, encoding, field)
+        files = fingerprint(source)  # before they are read: a file that changes meanwhile is noticed
+        passages = file_passages(path, encoding, field, quiet)
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
@@ -84,8 +91,11 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         for function, of in functions.items():
             database.create_function(function, 1, of)
         database.executescript(SCHEMA)
-        database.execute("INSERT INTO manifest VALUES ('form', ?), ('source', ?)", (FORM, source))
-        count = database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount
+        # All that makes the same library again.
+        manifest = {"form": FORM, "source": source, "name": name, "field": field, "encoding": encoding, "files": files}
+        database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
+        rows = (passage[:3] for passage in progress(passages, "reading", "passages"))
+        count = database.executemany(INSERT, rows).rowcount
         if not count:
             raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
         for title, text in database.execute("SELECT title, text FROM passages"):
@@ -93,26 +103,67 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
         database.executescript(FINISH)
         database.close()
-    print(f"{place}: {count:,} passages, {place.stat().st_size / 1e6:.1f} MB")
+    if not quiet:
+        print(f"{place}: {count:,} passages, {place.stat().st_size / 1e6:.1f} MB")
     return place
 
 
+class FreshTools(Tools):
+    """Tools whose library is made again when the user's files that it was made from have changed."""
+
+    def __init__(self, library: Library | None, copying: bool) -> None:
+        super().__init__(library, copying)
+        # The fingerprint of the files as they were read last.
+        self.files = library.manifest["files"] if library else ""
+        self.next_look = 0.0                    # of time.monotonic()
+        self.reader = ThreadPoolExecutor(1)     # one reading at a time
+
+    def refresh(self) -> None:
+        """Look for changes. A question waits for the reading, but after PATIENCE the old library answers it."""
+        # Python's documentation has no fingerprint.
+        if self.library and self.library.manifest["files"]:
+            wait([self.reader.submit(self.read_changes, self.library)], PATIENCE)
+
+    def read_changes(self, library: Library) -> None:
+        """library: the present one. It stays after an error, which is one line for each state of the files."""
+        began = time.monotonic()
+        if began < self.next_look:
+            return
+        source, path = library.manifest["source"], library.path
+        try:
+            files = fingerprint(source)
+            looked = time.monotonic()
+            # A second for 20,000 files. If it takes longer than a tenth of one, nine times that pass before the next.
+            self.next_look = looked + 10 * (looked - began) - 1
+            if files == self.files:
+                return
+            self.files = files
+            # Another process may have read them, or changed the settings.
+            made = Library(path)
+            if made.manifest["files"] != files:
+                # An absolute name is a path: the file that is open is replaced, wherever it lies.
+                name = str(path.absolute().with_suffix(""))
+                field, encoding = made.manifest["field"], made.manifest["encoding"]
+                made = Library(make_library(source, name, field, encoding, quiet=True))
+            self.library = made
+            if time.monotonic() > looked + 1:
+                print(f"{source} has changed and was read again", file=sys.stderr)
+        # Whatever is wrong with the files: an answer from the library as it was is better than none.
+        except Exception as error:
+            print(f"{source} has changed, but cannot be read again: {first_line(error)}", file=sys.stderr)
+
+
 def open_library(file: str | None, copying: bool = True) -> Tools:
-    """The tools with a library, see `open_tools`; a warning if a file of its source is newer."""
-    tools = open_tools(file, copying)
-    if tools.library and tools.library.manifest["source"] != "python":
-        source = tools.library.manifest["source"]
-        made = tools.library.path.stat().st_mtime
-        if any(file.stat().st_mtime > made for file in files_below(Path(source), Notes(list))):
-            again = f"python -m scripts.library --source={source}"
-            print0(f"warning: {source} has changed since {tools.library.path} was made: {again}")
+    """The tools with a library, see `open_tools`, which is made again if its files have changed."""
+    tools = FreshTools(open_tools(file, copying).library, copying)
+    tools.refresh()
     return tools
 
 
 # ---- Passages
 
-def file_passages(source: Path, encoding: str, field: str) -> Iterator[Passage]:
-    """The passages of all files; at the end those that could not be read are printed."""
+def file_passages(source: Path, encoding: str, field: str, quiet: bool) -> Iterator[Passage]:
+    """The passages of all files; at the end those that could not be read are printed, unless quiet."""
     notes = Notes(list)
     for file in files_below(source, notes):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
@@ -129,7 +180,8 @@ def file_passages(source: Path, encoding: str, field: str) -> Iterator[Passage]:
         # Parsers raise all kinds of errors. One damaged file must not prevent a library of the others.
         except Exception as error:
             notes["could not be read, or not to the end"].append(f"{name} ({first_line(error)})")
-    say(notes)
+    if not quiet:
+        say(notes)
 
 
 def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
@@ -175,3 +227,13 @@ def python_passages() -> Iterator[Passage]:
         text = sentence + first_paragraph(doc)[len(sentence):]
         if text:
             yield Passage(name, next(split_paragraph(text)), f"help({name})")
+
+
+def fingerprint(source: str) -> str:
+    """A hash of the names, sizes and times of all files that are read of a source; "" if it is no file or folder."""
+    digest = hashlib.sha256()
+    files = files_below(Path(source), Notes(list))
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest() if files else ""

@@ -54,6 +54,9 @@ class Tools:
         self.library = library
         self.copying = copying and library is not None
 
+    def refresh(self) -> None:
+        """Called before each question, in any thread: read what has changed (nanochat/corpus/make_library.py)."""
+
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds; if the library is not read to the end, a sentence that says so."""
         call = TOOL_CALL.fullmatch(expression)

@@ -70,10 +70,9 @@ def create_app(
         for model in models:
             model.start()
         # The event loop itself keeps no reference to a task.
-        following = asyncio.create_task(follow(models, newer)) if newer else None
+        following = asyncio.create_task(follow(models, newer))
         yield
-        if following:
-            following.cancel()
+        following.cancel()
         for model in models:
             model.stop()
             model.thread.join(10)
@@ -85,9 +84,9 @@ def create_app(
     return app
 
 
-async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | None]) -> None:
-    """Serve each new model, and stop the others once their answers have ended."""
-    while True:
+async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | None] | None) -> None:
+    """Serve each new model, and stop the others once their answers have ended. Without `newer` there are none."""
+    while newer:
         await asyncio.sleep(LOOK_EVERY)
         try:
             model = await asyncio.to_thread(newer)
@@ -195,6 +194,7 @@ class Api:
     def read(self, kind: type[BaseRequest], body: bytes) -> tuple[BaseRequest, ServedModel, Request]:
         asked = kind.parse(body, self.defaults)
         model = self.find(asked.model)
+        model.tools.refresh()
         return asked, model, asked.prepare(model, self.max_new_tokens)
 
 
