@@ -61,6 +61,7 @@ class Passage(NamedTuple):
     title: str
     text: str
     place: str  # such as "notes/wine.md:14"
+    before: str = ""
 
 
 class SearchFailed(UserError):

@@ -110,7 +110,10 @@ class Reply:
     def source(self, choice: Choice, part: Json) -> Json:
         """Where the passage that a part begins comes from; {} if the part is not a passage."""
         passage = self.model.tools.source([*choice.parts, part])
-        return {"source": {"title": passage.title, "place": passage.place}} if passage else {}
+        # Made again since the call, the library may find another passage: the first characters tell.
+        if passage and passage.text.startswith(part["text"][:40]):
+            return {"source": {name: value for name, value in passage._asdict().items() if value and name != "text"}}
+        return {}
 
     def described(self, choice: Choice, content: Json, placed: Sequence[PlacedLogprob]) -> Json:
         logprobs = self.show(placed) if placed else None
