@@ -162,7 +162,7 @@ class Api:
         return {
             "id": model.id, "object": "model", "created": 0, "owned_by": "nanochat",
             "context_length": model.context, "max_tokens": min(self.max_new_tokens, model.context),
-            "chat": model.chats, "examples": list(model.examples), **self.defaults,
+            "chat": model.chats, "examples": model.examples, **self.defaults,
         }
 
     async def answer(self, kind: type[BaseRequest], make_reply: type[Reply], http: HttpRequest) -> Response:
