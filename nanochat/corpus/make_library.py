@@ -114,14 +114,14 @@ class FreshTools(Tools):
     def __init__(self, library: Library | None, copying: bool) -> None:
         super().__init__(library, copying)
         # The fingerprint of the files as they were read last.
-        self.files = library.manifest.get("files") if library else ""
+        self.files = library.manifest["files"] if library else ""
         self.next_look = 0.0                    # of time.monotonic()
         self.reader = ThreadPoolExecutor(1)     # one reading at a time
 
     def refresh(self) -> None:
         """Look for changes. A question waits for the reading, but after PATIENCE the old library answers it."""
         # Python's documentation has no fingerprint.
-        if self.library and self.library.manifest.get("files"):
+        if self.library and self.library.manifest["files"]:
             wait([self.reader.submit(self.read_changes, self.library)], PATIENCE)
 
     def read_changes(self, library: Library) -> None:

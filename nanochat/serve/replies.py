@@ -106,9 +106,8 @@ class Reply:
     def source(self, choice: Choice, part: Json) -> Json:
         """Where the passage that a part begins comes from; {} if the part is not a passage."""
         passage = self.model.tools.source([*choice.parts, part])
-        # Made again since the call, the library may find another passage: the first characters tell. A result may join
-        # the passage's lines.
-        if passage and passage.text.replace("\n", " ").startswith(part["text"][:40].replace("\n", " ")):
+        # Made again since the call, the library may find another passage.
+        if passage and passage.text.startswith(part["text"]):
             return {"source": {name: value for name, value in passage._asdict().items() if value and name != "text"}}
         return {}
 
