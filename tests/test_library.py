@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import REPO
 
-from nanochat.corpus.make_library import make_library, open_library, text_passages
+from nanochat.corpus.make_library import make_library, open_library
+from nanochat.corpus.passages import text_passages
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference import retrieval as reader
 from nanochat.inference.retrieval import Library, Passage, library_path
@@ -75,11 +76,11 @@ def refused(path: Path) -> str:
 
 def test_markdown_becomes_passages_with_heading_and_line(folder):
     (folder / "wine.md").write_text(WINE)
-    assert passages(made(folder)) == [
-        ("Wine", "The cellar key hangs behind the kitchen door. Ask Ada if it is gone. Red wine stands on the left.",
+    assert [passage[:3] for passage in passages(made(folder))] == [
+        ("Wine", "The cellar key hangs behind the kitchen door. Ask Ada if it is gone.\nRed wine stands on the left.",
          "notes/wine.md:6"),
         ("Wine", "Riesling is kept at nine degrees.", "notes/wine.md:11"),
-        ("Wine", "Merlot is kept at sixteen degrees.", "notes/wine.md:12"),
+        ("Wine", "Merlot is kept at sixteen degrees.\n```\n# no heading\n```", "notes/wine.md:12"),
         ("Old bottles", "The oldest bottle is from 1961.", "notes/wine.md:21"),
     ]
 
@@ -102,7 +103,7 @@ def test_every_kind_of_file_says_its_place(folder):
 def test_passages_are_at_most_300_characters_cut_at_sentences_and_lose_nothing(folder):
     sentences = [f"Sentence {n} is {'very ' * (n % 40)}long." for n in range(200)]
     text = " ".join([*sentences, "x" * 1000, *["word"] * 200])
-    found = [passage for _, passage, _ in text_passages(text, "t")]
+    found = [passage for _, passage, _, _ in text_passages(text, "t")]
     assert max(map(len, found)) <= 300 and "".join(found).replace(" ", "") == text.replace(" ", "")
     assert all(passage.endswith(".") for passage in found[:20])
     # As many sentences as fit: each passage with the next one's first sentence would be too long.
@@ -312,5 +313,5 @@ def test_a_search_is_bounded_in_work_not_in_time_and_says_that_it_was_cut_off(fo
     tools = Tools(library)
     assert "too long" in tools.result("search('code box')", Tokenizer([]), calls=0, context=300)
     assert tools.result("search('pears')", Tokenizer([]), calls=0, context=300) == "nothing"
-    assert tools.wider("search('pears')", ["code box"]) == 'search("code box")', "its result says so"
+    assert tools.asked(["code box"]) == ("code box", True), "its result says so"
     assert len(passages_of("search", str(library.path), "train")) > 15_000, "training reads all, however long it takes"

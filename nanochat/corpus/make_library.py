@@ -1,11 +1,9 @@
 """
 Passages of a folder or of Python's documentation: `python -m scripts.library` makes them; the assistant looks them up.
 
-A passage has as many sentences of a paragraph as fit into 300 characters. Its title is a Python object's name, the
-heading above it, or else its file's name. nanochat/inference/retrieval.py reads what this module writes.
+A passage's title is a Python object's name, the heading above it, or else its file's; passages.py says what a passage
+of a file is. nanochat/inference/retrieval.py reads what this module writes.
 """
-import hashlib
-import re
 import sys
 import time
 from collections import Counter
@@ -14,43 +12,43 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
 
-from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, files_below, kind_of, own_path, say
+from nanochat.corpus.own_files import (
+    KIND,
+    KINDS,
+    TEXTS,
+    Notes,
+    file_texts,
+    files_below,
+    fingerprint,
+    kind_of,
+    own_path,
+    say,
+)
+from nanochat.corpus.passages import CONTROL, split_paragraph, text_passages
 from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
 from nanochat.data.sentences import sentence_ends
-from nanochat.inference.retrieval import FORM, Library, Passage, connect, file_of, key_of, last_part, library_path
+from nanochat.inference.retrieval import FORM, Library, connect, key_of, last_part, library_path
 from nanochat.inference.tools import Tools, open_tools
 from nanochat.inference.words import parts, stems, words
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.progress import progress
 
-WHOLE = 1 << 30  # characters: a text is not cut into pieces, so its lines can be counted
-LONGEST = 300  # characters of a passage
+# Characters of a text that are read at a time. Only logs are longer; a longer text loses the headings above a cut.
+PIECE = 1 << 24
 PATIENCE = 10  # seconds that a question waits while changed files are read
-CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-MARKUP = re.compile(r"!?\[([^\]]{0,200})\](?:\([^)]{0,500}\)|\[[^\]]{0,200}\])|`+|\*\*")  # a link's text stays
-# Code and comments are left out: on one line they are unreadable.
-BLOCK = re.compile(r"""
-    \A---\n[\s\S]*?\n---$                                        # front matter
-    | ^[ ]*```[\s\S]*?(?:^[ ]*```|\Z)                             # code
-    | ^[ ]*<!--[\s\S]*?(?:-->|\Z)                                # a comment
-    | ^[ ]{0,3}\#{1,6}[ ](?P<heading>.+)
-    | ^(?P<underlined>\S.*)\n[=~^-]{3,}\s*$
-    | ^[ \t]*(?:(?:[*+•|>-]|\d+[.)])[ \t]+)?                     # the mark of an item, or of a row of a table
-      (?P<paragraph>\S.*(?:\n(?![ ]*(?:[*+•|>-][ \t]|\d+[.)][ ]|\#{1,6}[ ]|```|[=~^-]{3,}\s*$))[ \t]*\S.*)*)
-    """, re.MULTILINE | re.VERBOSE)
 SCHEMA = """
 PRAGMA journal_mode = OFF; BEGIN;
 CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE passages(id INTEGER PRIMARY KEY, title TEXT, text TEXT, place TEXT, key TEXT, last TEXT);
+CREATE TABLE passages(id INTEGER PRIMARY KEY, title TEXT, text TEXT, place TEXT, key TEXT, last TEXT, context TEXT);
 CREATE TABLE words(word TEXT PRIMARY KEY, passages INTEGER) WITHOUT ROWID;
 CREATE TABLE known(word TEXT PRIMARY KEY, count INTEGER) WITHOUT ROWID;
 CREATE VIRTUAL TABLE stems USING fts5(about, sentence, rest, tokenize='ascii');
 """
-INSERT = "INSERT INTO passages VALUES (NULL, ?1, ?2, ?3, key_of(?1), last_part(key_of(?1)))"
+INSERT = "INSERT INTO passages VALUES (NULL, ?1, ?2, ?3, key_of(?1), last_part(key_of(?1)), ?4)"
 FINISH = """
 INSERT INTO stems(rowid, about, sentence, rest) SELECT
-    id, stems(title || ' ' || file_name(place)), stems(first_sentence(text)),
+    id, stems(context), stems(first_sentence(text)),
     stems(substr(text, 1 + length(first_sentence(text)))) FROM passages;
 CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, stems, row);
 INSERT INTO words SELECT term, doc FROM temp.vocabulary;
@@ -71,8 +69,8 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     else:
         path = own_path(source, "python, or a folder or file of your own")
         source = str(path)
-        name = name or KIND.sub("", path.name)
         files = fingerprint(source)  # before they are read: a file that changes meanwhile is noticed
+        name = name or KIND.sub("", path.name)
         passages = file_passages(path, encoding, field, quiet)
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
@@ -82,7 +80,6 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     functions = {
         "key_of": key_of,
         "last_part": last_part,
-        "file_name": lambda place: KIND.sub("", Path(file_of(place)).name),
         "first_sentence": lambda text: text[: sentence_ends(text)[0]],
         "stems": lambda text: " ".join(stems(" ".join(map(split, words(text))))),
     }
@@ -94,12 +91,11 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         # All that makes the same library again.
         manifest = {"form": FORM, "source": source, "name": name, "field": field, "encoding": encoding, "files": files}
         database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
-        rows = (passage[:3] for passage in progress(passages, "reading", "passages"))
-        count = database.executemany(INSERT, rows).rowcount
+        count = database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount
         if not count:
             raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
-        for title, text in database.execute("SELECT title, text FROM passages"):
-            counts.update(words(f"{title} {text}"))
+        for context, text in database.execute("SELECT context, text FROM passages"):
+            counts.update(words(f"{context} {text}"))
         database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
         database.executescript(FINISH)
         database.close()
@@ -162,8 +158,8 @@ def open_library(file: str | None, copying: bool = True) -> Tools:
 
 # ---- Passages
 
-def file_passages(source: Path, encoding: str, field: str, quiet: bool) -> Iterator[Passage]:
-    """The passages of all files; at the end those that could not be read are printed, unless quiet."""
+def file_passages(source: Path, encoding: str, field: str, quiet: bool) -> Iterator[tuple[str, str, str, str]]:
+    """(title, text, place, context) of all files' passages; then, unless quiet, what could not be read is printed."""
     notes = Notes(list)
     for file in files_below(source, notes):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
@@ -171,12 +167,14 @@ def file_passages(source: Path, encoding: str, field: str, quiet: bool) -> Itera
         has_lines = kind_of(file) in TEXTS
         lines = 0  # before this text of the file
         try:
-            for row, text in enumerate(file_texts(file, encoding, WHOLE, notes, field), start=1):
-                for title, passage, line in text_passages(text, stem):
+            for row, text in enumerate(file_texts(file, encoding, PIECE, notes, field), start=1):
+                for title, passage, line, context in text_passages(text, stem, "\n" if has_lines else " "):
                     number = lines + line if has_lines else row
-                    yield Passage(title, passage, f"{name}:{number}")
-                # One line more: the separator between this text and the next.
-                lines += text.count("\n") + 1
+                    yield title, passage, f"{name}:{number}", context
+                lines += text.count("\n")
+                # One line more: the separator between this text and the next, if that is why it ends.
+                if len(text) < PIECE // 4:
+                    lines += 1
         # Parsers raise all kinds of errors. One damaged file must not prevent a library of the others.
         except Exception as error:
             notes["could not be read, or not to the end"].append(f"{name} ({first_line(error)})")
@@ -184,39 +182,7 @@ def file_passages(source: Path, encoding: str, field: str, quiet: bool) -> Itera
         say(notes)
 
 
-def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
-    """(title, passage, line) of paragraphs and items of lists. Headings are Markdown's, or underlined."""
-    line = 1
-    position = 0
-    text = CONTROL.sub(" ", text)
-    for block in BLOCK.finditer(text):
-        heading = block["heading"] or block["underlined"]
-        if heading:
-            title = plain(heading).strip("# ")[:200] or title
-        line += text.count("\n", position, block.start())
-        position = block.start()
-        for passage in split_paragraph(plain(block["paragraph"] or "")):
-            yield title, passage, line
-
-
-def split_paragraph(paragraph: str) -> Iterator[str]:
-    """The rest of a paragraph if that is short, else whole sentences, else whole words, else characters."""
-    start = 0
-    while start < len(paragraph):
-        # Two characters more show whether a sentence ends there.
-        text = paragraph[start : start + LONGEST + 2]
-        ends = [end for end in sentence_ends(text) if end <= LONGEST]
-        end = max(ends, default=0) or max(0, text.rfind(" ", 0, LONGEST + 1)) or LONGEST
-        yield text[:end]
-        start += end + (text[end : end + 1] == " ")
-
-
-def plain(text: str) -> str:
-    """The text on one line, without Markdown's marks."""
-    return " ".join(MARKUP.sub(r"\1", text).split())
-
-
-def python_passages() -> Iterator[Passage]:
+def python_passages() -> Iterator[tuple[str, str, str, str]]:
     """For each object the first paragraph of its documentation, which begins as tasks/python_questions.py quotes it."""
     for name, doc in documentation().items():
         first, _, rest = doc.partition("\n\n")
@@ -226,14 +192,5 @@ def python_passages() -> Iterator[Passage]:
         sentence = first_sentence(doc) or ""
         text = sentence + first_paragraph(doc)[len(sentence):]
         if text:
-            yield Passage(name, next(split_paragraph(text)), f"help({name})")
-
-
-def fingerprint(source: str) -> str:
-    """A hash of the names, sizes and times of all files that are read of a source; "" if it is no file or folder."""
-    digest = hashlib.sha256()
-    files = files_below(Path(source), Notes(list))
-    for file in files:
-        status = file.stat()
-        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
-    return digest.hexdigest() if files else ""
+            passage, _ = next(split_paragraph(text, 1))
+            yield name, passage, f"help({name})", name

@@ -8,6 +8,7 @@ Two rules: nothing is merged or lost silently, and every error names the file an
 import codecs
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import lzma
@@ -116,6 +117,16 @@ def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> lis
         elif path.is_symlink() or not os.access(path, os.R_OK):
             notes["are linked folders, or cannot be opened"].append(str(name))
     return found
+
+
+def fingerprint(source: str) -> str:
+    """A hash of the names, sizes and times of all files that are read of a source; "" if it is no file or folder."""
+    digest = hashlib.sha256()
+    files = files_below(Path(source), Notes(list))
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest() if files else ""
 
 
 def say(notes: Notes) -> None:

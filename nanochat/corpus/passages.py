@@ -1,0 +1,224 @@
+"""
+Passages of a note: Markdown (with what Obsidian, Notion and Hugo add), reStructuredText or plain text.
+
+A passage has as many sentences of a paragraph as fit into 300 characters. Passages of their own are: lines that end
+without a period and were not wrapped, items, rows of tables with their columns' names, and keys of the front matter.
+A short block of code belongs to the passage before it.
+"""
+import html
+import re
+import tomllib
+from collections.abc import Iterator
+from itertools import zip_longest
+from textwrap import dedent
+from typing import Any
+
+import yaml
+
+from nanochat.data.sentences import sentence_ends
+from nanochat.inference.words import UNSPACED
+
+LONGEST = 300  # characters of a passage, and of its code: longer code is left out
+CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+# ---- Blocks
+FRONT = re.compile(r"(?m)\A(---|\+\+\+) *\n([\s\S]*?)^(?:\1|\.\.\.) *$")
+YAML = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # values stay as they are written: dates, "no", 0664
+NAMES = ("title", "alias", "aliases", "tag", "tags")  # keys whose values are names of the note
+# What is hidden, and tables; neither in code. ~~~~ is no code, but underlines a heading of reStructuredText.
+SOURCE = re.compile(r"""(?mx)
+    (?P<code>^[ \t]*(?P<fence>`{3,}|~~~(?!~))[\s\S]*?(?:^[ \t]*(?P=fence)|\Z) | `[^`\n]*`)
+    | <!--[\s\S]*?(?:-->|\Z)
+    | ^%%[\s\S]*?(?:%%|\Z) | %%[\s\S]*?(?:%%|\n[ \t]*\n|\Z)      # Obsidian's private text: blocks, within a paragraph
+    | ^(?P<table>.*\|.*\n(?=.*\|)(?=.*-)[ \t|:+-]+(?:\n.*\|.*)*)$
+    """)
+BLOCK = re.compile(r"""(?mx)
+    ^[ ]{0,3}(?P<marks>\#+)[ \t]+(?P<heading>.*)
+    | ^(?![*+•-][ \t])(?P<underlined>\S.*)\n(?P<underline>[=~^-])(?P=underline){2,}[ \t]*$
+    | ^(?:(?P<paragraph>(?:
+        (?![\s*_+|:=~^-]*$ | [ ]{0,3}\#+[ \t] | [ \t]*(?:```|~~~(?!~)))     # a blank line or a rule, a heading, code
+        .+(?:\n|\Z))++)(?:[ \t]*\n){0,3})?
+      (?:[ \t]*(?P<fence>`{3,}|~~~).*\n(?P<code>[\s\S]*?)(?:^[ \t]*(?P=fence)|\Z))?
+    """)
+LEVELS = " =-~^"  # what underlines a heading of level 1, 2, …
+
+# ---- Lines
+QUOTE = re.compile(r"(?m)^(?: {0,3}>(?: |$))+")
+ITEM = re.compile(r"\A[ \t]*(?:(?:[*+•|-]|\d+[.)])[ \t]+)+")
+KEY = re.compile(r"[*_]*\w[^:/\n]{0,30}:[:*_]*(?:\s|$)")
+# A text that goes on in the next line, however long it is: a callout's title, and what ends with these marks.
+GOES_ON = re.compile(r"""\A\[!|[.!?…:,;।。！？、，][*_"'”’»)\]」』]*$""")
+NARROW = 40  # columns; narrower lines are not wrapped text, but lists, addresses, poems
+WIDE = re.compile(f"[{UNSPACED}]")  # characters of two columns
+
+# Marks, and as their last group what stays of them.
+MARK = re.compile(r"""(?msx)(?=[\[!*_=~<&^`\\\s:])(?:
+    (?<!`)(?P<ticks>`{1,5})(?!`)(?P<code>.{1,500}?)(?<!`)(?P=ticks)(?!`)
+    | \\(?P<escaped>[!-/:-@\[\]^-`{-~])
+    | (?P<entity>&(?:\#\w{1,7}|\w{2,31});)
+    | (?P<gap></?(?:br|center|details|div|h[1-6]|hr|img|li|ol|p|pre|summary|table|tbody|td|th|thead|tr|ul)
+        (?=[\s/>])[^<>]{0,500}>)
+    | </?(?:a|abbr|b|code|del|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|u)(?=[\s/>])[^<>]{0,500}>
+    | ^\[(?:[ xX/-]|![\w|-]+)\][+-]?(?:[ \t]+|$)                            # a task's box, a callout's kind
+    | !\[\[[^\[\]]{1,300}\]\]                                               # an embedded file
+    | \[\[(?![ \[])(?:[^\[\]|]{1,300}\|)?([^\[\]|]{1,300})\]\]              # a link between notes
+    | \[\[[^\[\]]{1,500}\]\[([^\[\]]{1,300})\]\]                            # Org's link
+    | \[\^\w{1,40}\]:?                                                      # a footnote's mark
+    | !?\[([^\[\]]{0,200})\]\([^()]{0,500}(?:\([^()]{0,200}\)[^()]{0,200})?\)
+    | (?<![A-Za-z0-9_\])])\[([^\[\]]{1,200})\]\[[^\[\]]{0,200}\]
+    | ~~(?=[^\s~])[^~]{1,300}~~                                             # what is struck out holds no more
+    | (?<![\d*])(?P<bold>\*{2,3})(?=[^\s*])(.{1,300}?)(?<=[^\s*])(?P=bold)(?![\d*])
+    | (?<![A-Za-z0-9*])\*(?=[^\s*.])([^*]{1,300})(?<!\s)\*(?![A-Za-z0-9*])  # not *.py
+    | (?<![A-Za-z0-9=])==(?=[^\s=])(.{1,300}?)(?<=[^\s=])==(?![A-Za-z0-9=])
+    | (?<!\w)_(?=[^\s_])([^_]{1,300})(?<!\s)_(?!\w)                         # not snake_case, not __init__
+    | (?<!\w)__(?=[^\s_])([^_]{1,300}\s[^_]{1,300})__(?!\w)
+    | [ \t]\#+[ \t]*$                                                       # at the end of a heading
+    | (?:^|[ \t])\^[\w-]{4,}[ \t]*$                                         # a block's name
+    | (?<=\w:):(?=[ \t])                                                    # Dataview's key:: value
+    )""")
+
+
+def text_passages(text: str, title: str, line_end: str = "\n") -> Iterator[tuple[str, str, int, str]]:
+    """
+    (title, passage, line, context) of a text; those of its front matter come last, as a note's first passage should say
+    what it is about. The title is the heading above, or else the file's; the context is what else a passage is found
+    by: all headings above, and the names of the note.
+    """
+    names, facts, text = front_matter(CONTROL.sub(" ", text.replace("\r\n", "\n")))
+    names = f"{title} {names}"
+    heading = title
+    headings: list[str] = []
+    text = SOURCE.sub(visible, text)
+    line = 1
+    position = 0
+    for block in BLOCK.finditer(text):
+        line += text.count("\n", position, block.start())
+        position = block.start()
+        if block["marks"] or block["underline"]:
+            heading = plain(block["heading"] or block["underlined"])[:200] or heading
+            level = len(block["marks"] or "") or LEVELS.index(block["underline"])
+            headings += [""] * level
+            headings[level - 1 :] = [heading]
+            continue
+        found = []
+        at = line
+        for part in unwrapped(block["paragraph"] or ""):
+            found += split_paragraph(plain(part).replace("\n", line_end), at)
+            at += 1 + part.count("\n")
+        code = dedent(block["code"] or "").strip("\n")
+        if code and len(code) <= LONGEST:
+            passage, at = found.pop() if found else (heading, line)
+            found.append((f"{passage}\n```\n{code}\n```", at))
+        for passage, at in found:
+            yield heading, passage, at, " ".join([names, *headings])
+    for fact, line in facts:
+        for passage, _ in split_paragraph(fact, line):
+            yield title, passage, line, names
+
+
+# ---- Blocks
+
+def front_matter(text: str) -> tuple[str, list[tuple[str, int]], str]:
+    """The note's names, its other keys as ("key: value", line), and the text with empty lines in their place."""
+    names = ""
+    facts = []
+    front = FRONT.match(text)
+    if front:
+        try:
+            entries = tomllib.loads(front[2]) if front[1] == "+++" else yaml.load(front[2], YAML)
+            for key, value in entries.items():
+                value = flat(value)
+                if key.lower() in NAMES:
+                    names += f" {value}"
+                elif value:
+                    # A key in quotation marks is not found: its line is the first.
+                    line = 1 + front[0].count("\n", 0, 1 + front[0].find(f"\n{key}"))
+                    facts.append((f"{key}: {value}", line))
+            text = "\n" * front[0].count("\n") + text[front.end():]
+        except (yaml.YAMLError, ValueError, AttributeError):
+            # It is broken, or only text between two rules.
+            pass
+    return names, facts, text
+
+
+def flat(value: Any) -> str:
+    """A value of the front matter on one line."""
+    if isinstance(value, dict):
+        value = [f"{key}: {flat(inner)}" for key, inner in value.items()]
+    if isinstance(value, list):
+        return ", ".join(map(flat, value))
+    return " ".join(plain(str(value)).split())
+
+
+def visible(found: re.Match[str]) -> str:
+    """Code as it is, a table with an item for each row, and nothing of what is hidden; with as many lines."""
+    if found["code"]:
+        return found[0]
+    if not found["table"]:
+        return "\n" * found[0].count("\n")
+    columns, _, *rows = [re.split(r"\s*(?<!\\)\|\s*", row.strip().removeprefix("|")) for row in found[0].split("\n")]
+    lines = ["", ""]
+    for row in rows:
+        named = [f"{name}: {cell}" if name else cell for name, cell in zip_longest(columns, row, fillvalue="") if cell]
+        lines.append(f"- {', '.join(named).rstrip('.')}.")
+    return "\n".join(lines)
+
+
+# ---- Lines
+
+def unwrapped(paragraph: str) -> list[str]:
+    """A paragraph's lines, without the marks of quotations and items; lines that were only wrapped are one text."""
+    lines = QUOTE.sub("", paragraph).removesuffix("\n").split("\n")
+    widest = max(map(width, lines))
+    texts = [[lines[0]]]
+    for line in lines[1:]:
+        if is_wrapped(texts[-1], line, widest):
+            texts[-1].append(line)
+        else:
+            texts.append([line])
+    return [ITEM.sub("", "\n".join(text)) for text in texts]
+
+
+def is_wrapped(text: list[str], line: str, widest: int) -> bool:
+    """Whether a text goes on in the next line, as its last line had no room for that line's first word."""
+    first, last, words = text[0], text[-1], line.split()
+    if not words or ITEM.match(line) or KEY.match(first) and KEY.match(line):
+        return False
+    if GOES_ON.search(last) or words[0][0].islower() or ITEM.match(first) and line[0].isspace():
+        return True
+    return widest >= NARROW and width(last) + width(words[0]) > 0.8 * widest
+
+
+def width(line: str) -> int:
+    """Columns on a screen."""
+    return len(line) + len(WIDE.findall(line))
+
+
+def plain(text: str) -> str:
+    """The text without marks; its lines stay."""
+    return re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", MARK.sub(unmarked, text))).strip()
+
+
+def unmarked(mark: re.Match[str]) -> str:
+    """What stays of a mark; marks within it go too, except in code."""
+    if mark["gap"]:
+        return " "
+    if mark["entity"]:
+        return html.unescape(mark[0])
+    verbatim = mark["code"] or mark["escaped"]
+    if verbatim or not mark.lastindex:
+        return verbatim or ""
+    return MARK.sub(unmarked, mark[mark.lastindex])
+
+
+def split_paragraph(paragraph: str, line: int) -> Iterator[tuple[str, int]]:
+    """(passage, line): the rest of a paragraph if that is short, else whole sentences, words, characters."""
+    start = 0
+    while start < len(paragraph):
+        # Two characters more show whether a sentence ends there.
+        text = paragraph[start : start + LONGEST + 2]
+        ends = [end for end in sentence_ends(text) if end <= LONGEST]
+        end = max(ends, default=0) or max(0, text.rfind(" ", 0, LONGEST + 1)) or LONGEST
+        yield text[:end], line
+        line += text.count("\n", 0, end + 1)
+        start += end + text[end : end + 1].isspace()
