@@ -125,7 +125,7 @@ class FreshTools(Tools):
         began = time.monotonic()
         if began < self.next_look:
             return
-        source, path = library.manifest["source"], library.path
+        source = library.manifest["source"]
         try:
             files = fingerprint(source)
             looked = time.monotonic()
@@ -135,12 +135,12 @@ class FreshTools(Tools):
                 return
             self.files = files
             # Another process may have read them, or changed the settings.
-            made = Library(path)
+            made = Library(library.path)
             if made.manifest["files"] != files:
                 # An absolute name is a path: the file that is open is replaced, wherever it lies.
-                name = str(path.absolute().with_suffix(""))
-                field, encoding = made.manifest["field"], made.manifest["encoding"]
-                made = Library(make_library(source, name, field, encoding, quiet=True))
+                name = str(library.path.absolute().with_suffix(""))
+                settings = made.manifest["field"], made.manifest["encoding"]
+                made = Library(make_library(source, name, *settings, quiet=True))
             self.library = made
             if time.monotonic() > looked + 1:
                 print(f"{source} has changed and was read again", file=sys.stderr)
