@@ -109,8 +109,7 @@ class FreshTools(Tools):
 
     def __init__(self, library: Library | None, copying: bool) -> None:
         super().__init__(library, copying)
-        # The fingerprint of the files as they were read last.
-        self.files = library.manifest["files"] if library else ""
+        self.files = "not looked yet"           # fingerprint at the last look
         self.next_look = 0.0                    # of time.monotonic()
         self.reader = ThreadPoolExecutor(1)     # one reading at a time
 
@@ -134,7 +133,7 @@ class FreshTools(Tools):
             if files == self.files:
                 return
             self.files = files
-            # Another process may have read them, or changed the settings.
+            # It may be as new as they are, if another process has made it. Then its settings are also the new ones.
             made = Library(library.path)
             if made.manifest["files"] != files:
                 # An absolute name is a path: the file that is open is replaced, wherever it lies.
