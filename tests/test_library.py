@@ -174,7 +174,7 @@ def test_search_needs_enough_of_a_question_and_counts_rare_words(folder):
         "Привет, как дела?": ["как дела"],
     }
     (folder / "a.txt").write_text("\n\n".join(facts))
-    (folder / "b.txt").write_text("\n\n".join(f"The door of room {n} is kept shut, thank you." for n in range(50)))
+    (folder / "doors.txt").write_text("\n\n".join(f"The door of room {n} is kept shut, thank you." for n in range(50)))
     library = made(folder)
     for text, questions in facts.items():
         for question in questions:

@@ -33,6 +33,8 @@ TERMS = 8
 CANDIDATES = 20
 # A passage answers a question only if it has more than this share of the question's weight.
 ENOUGH = 0.5
+# The share by which a question's last telling word, mostly its subject, counts more there: it decides about halves.
+LAST = 0.1
 # A stem weighs as much if at most every second passage has it.
 RARE = math.log(3)
 # A word after the first may be a name, if it begins with a capital letter. A call's text begins with a blank if there
@@ -159,7 +161,10 @@ class Library:
         def weight_in(found: set[str]) -> float:
             return sum(weights[stem] for stem in sorted(weights.keys() & found))
 
-        total = sum(weights.values())
+        # Python's passages are not asked about by subject, and "json.partition" is one word.
+        tellings = map(telling_words, question.split()[::-1] if self.is_own else ())
+        last = self.stems(" ".join(next(filter(None, tellings), ())))
+        total = sum(weights.values()) + LAST * weight_in(last)
         ranking, firsts = [], {}
         rarest = sorted(weights, key=weights.get)[-TERMS:]
         # BM25 gives no weight to a stem that half of the passages have, but ranking those takes most of the time. A
@@ -177,15 +182,16 @@ class Library:
             score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(columns[1].split())
             if file_of(place) != file_of(before or ""):
                 firsts[file_of(place)] = in_all
-            answers = in_all > ENOUGH * total and (not asked or asked & found) and not sentence | rest <= weights.keys()
-            if answers and (files is None or file_of(place) in files):
+            is_enough = in_all + LAST * weight_in(last & found) > ENOUGH * total and (not asked or asked & found)
+            # A passage of nothing but words of the question, such as a link, says nothing about them.
+            if is_enough and not sentence | rest <= weights.keys() and (files is None or file_of(place) in files):
                 ranking.append((score, about, title, text, place))
         if not ranking:
             return None
         # A file's beginning says what the file is about, so its first passage also counts in the choice of the file.
         best = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(file_of(row[-1]), 0))
-        of_file = [row for row in ranking if file_of(row[-1]) == file_of(best[-1])]
-        _, about, title, text, place = max(of_file, key=lambda row: row[0])
+        in_file = [row for row in ranking if file_of(row[-1]) == file_of(best[-1])]
+        _, about, title, text, place = max(in_file, key=lambda row: row[0])
         if not self.is_own:
             # Python's documentation is quoted from its first sentence, which says what the object is.
             return passage_of(title, text, place)
