@@ -73,6 +73,7 @@ def answer(messages: list[dict]) -> None:
     deltas: list[Delta] = []
     type = "text"
     try:
+        engine.tools.refresh()
         for delta in engine.stream(prompt, sampling):
             if delta.type != type:
                 closing = "] " if (type, delta.type) == ("python_output", "python") else ""

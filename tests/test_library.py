@@ -4,7 +4,6 @@ import gzip
 import inspect
 import itertools
 import json
-import os
 import re
 import sqlite3
 import statistics
@@ -254,20 +253,21 @@ def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
 
 # ---- Making one
 
-def test_a_library_of_changed_files_says_so(folder, capsys):
-    def changes() -> str:
-        capsys.readouterr()
-        open_library("notes")
-        return capsys.readouterr().out
-
-    (folder / "a.md").write_text("First.")
-    place = make_library(str(folder))
-    assert place == library_path("notes") and changes() == ""
-    os.utime(folder / "a.md", (place.stat().st_mtime + 9,) * 2)
-    assert str(folder) in changes()
-    (folder / "a.md").unlink()
-    folder.rmdir()
-    assert changes() == "" and Library(place).lookup("a").text == "First."
+def test_a_changed_file_is_read_again_as_before_wherever_its_library_lies(folder, tmp_path, capsys):
+    """Same field and encoding, silently; after an error, which is said once, the library stays."""
+    note, moved = folder / "a.csv", tmp_path / "moved.sqlite"
+    note.write_bytes(b"body\nGr\xfcn.\n")
+    made(folder, field="body", encoding="latin-1").path.rename(moved)
+    tools = open_library(str(moved))
+    note.write_bytes(b"body\nR\xf6tlich.\n")
+    capsys.readouterr()
+    tools.refresh()
+    assert capsys.readouterr() == ("", "")
+    note.unlink()
+    for _ in range(2):
+        tools.refresh()
+    assert capsys.readouterr().err.count("nothing to read") == 1
+    assert tools.library.lookup("a").text == Library(moved).lookup("a").text == "R\xf6tlich."
 
 
 def test_a_bad_file_is_named_and_the_others_are_read(folder, capsys):

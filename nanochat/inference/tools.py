@@ -53,6 +53,9 @@ class Tools:
         self.copying = copying and library is not None
         self.is_own = self.copying and library.is_own
 
+    def refresh(self) -> None:
+        """Called before each question, in any thread: read what has changed (nanochat/corpus/make_library.py)."""
+
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds; if the library is not read to the end, a sentence that says so."""
         call = TOOL_CALL.fullmatch(expression)
