@@ -251,6 +251,17 @@ def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
     assert statistics.mean(answered) >= 0.83 and statistics.mean(refused) >= 0.9
 
 
+def test_the_readme_shows_what_its_notes_answer():
+    """Searches and results as they are printed there, and one of the German note."""
+    library = made(REPO / "docs/notes")
+    shown = re.findall(r'search\(" (.+)"\) = (.+?)\]', (REPO / "README.md").read_text("utf-8"))
+    assert len(shown) == 2
+    for words, result in shown:
+        found = library.search(words)
+        assert result == (f"{found.text} ({found.place})" if found else "nothing")
+    assert "Mitte Mai" in library.search("Tomaten ins Beet").text
+
+
 # ---- Making one
 
 def test_a_changed_file_is_read_again_as_before_wherever_its_library_lies(folder, tmp_path, capsys):

@@ -525,6 +525,13 @@ def test_json_forms(tmp_path, capsys):
         assert said.count("\n") == 1 and said.rpartition(": ")[2].split(", ")[0] == "id" and "tools" in said
 
 
+def test_the_readme_trains_on_a_file_that_calculates_right():
+    path = re.search(r"json:(\S+:all)", (REPO / "README.md").read_text("utf-8"))[1]
+    answers = [conversation["messages"][-1]["content"] for conversation in make_task(f"json:{REPO / path}", "train")]
+    results = [calculate(answer[0]["text"]) == answer[1]["text"] for answer in answers if isinstance(answer, list)]
+    assert results and all(results)
+
+
 USER = {"role": "user", "content": "x"}
 
 
