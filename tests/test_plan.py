@@ -20,7 +20,7 @@ from nanochat.plan.memory import GIB, split_into_stages
 from nanochat.plan.step_time import scores, step_time
 from nanochat.plan.step_trial import rows_that_train, try_steps
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import datasheet_gpu
+from nanochat.runtime.flops import datasheet_gpu, find_gpu
 
 BF16, RATE, BATCH = torch.bfloat16, 500e12, 2**19
 CONFIG = config_from_depth(20, 65536, 2048)
@@ -171,6 +171,24 @@ def test_blocks_of_scores():
     assert [scores(config, layer) for layer in (0, 3)] == [128**2 * (1 + 2 + 3 + 4 + 12 * 5), 128**2 * 16 * 17 // 2]
 
 
+def test_a_gpu_is_found_by_the_names_that_people_and_cuda_write():
+    for text, name, memory in (
+            ("RTX4090", "RTX 4090", 24), ("rtx-4090,24", "RTX 4090", 24), ("NVIDIA GeForce RTX 4090", "RTX 4090", 24),
+            ("a6000", "RTX A6000", 48), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 96),
+            ("Tesla V100-SXM2-32GB,32", "V100", 32), ("tesla t4", "T4", 16), ("NVIDIA L40S", "L40S", 48)):
+        assert datasheet_gpu(text)[::3] == (name, memory)
+    # torch reports less memory than is printed on the box.
+    assert [find_gpu("NVIDIA A100-SXM4", memory).bandwidth for memory in (79.1, 39.4)] == [2.039e12, 1.555e12]
+    assert find_gpu("NVIDIA RTX A4000") is None
+
+
+def test_float32_takes_twice_the_bytes_on_a_gpu_without_bfloat16():
+    config, gpu = config_from_depth(8, 32768, 2048), datasheet_gpu("T4")
+    assert gpu.dtype == torch.float32
+    half, whole = (step_time(config, 8, 8, 1, gpu._replace(dtype=dtype)).passes for dtype in (BF16, torch.float32))
+    assert 1.8 * half < whole < 2 * half  # gradients have four bytes anyway
+
+
 def test_the_command_for_one_model():
     """Two levels of links; each stage of ZeRO, and the fastest layout, which may be a pipeline; what it refuses."""
     cluster = ("--depth=32", "--gpus=64", "--gpu=H100")
@@ -181,7 +199,7 @@ def test_the_command_for_one_model():
     assert [row[:3] for row in stages_of_zero] == [["0", "1", "1"], *sharded]
     assert float(best[9]) == min(float(row[9]) for row in rows) and int(best[2]) > 1
     assert f"--zero_stage={best[0]} --device_batch_size={best[3]} --" in shown.stdout
-    for wrong in ("--between=none", "--gpus=12", "--gpu=H1000", "--gpu=A100", "--gpu="):
+    for wrong in ("--between=none", "--gpus=12", "--gpu=H1000", "--gpu=A100,20", "--gpu="):
         refused = run_module("scripts.plan", *cluster, wrong)
         assert refused.returncode == 1 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
 

@@ -160,6 +160,22 @@ GPU_PROCESS = 1.0 * GIB
 NCCL = 0.5 * GIB
 
 
+# Tokens of a prompt and its answer for which RL's cache sets memory aside: gsm8k's longest, and 256 new ones.
+SLOTS = 512
+
+
+def sampling_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, ranks: int = 1) -> float:
+    """
+    Bytes of a GPU's memory that RL needs while it samples `rows` answers at a time, margins included: states on ZeRO's
+    stage 2, and the engine's cache. Its logits and the copy of weights of queries, keys and values are left to the
+    margin. Not measured.
+    """
+    (model,) = split_into_stages(config)
+    states = state_bytes(2, ranks, dtype, model.adamw, model.muon)
+    cache = 2 * config.n_layer * config.n_kv_head * config.head_dim * SLOTS * dtype.itemsize
+    return GPU_PROCESS + NCCL + WASTE * (states.parameters + states.optimizer + rows * cache)
+
+
 def needed_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, ranks: int = 1, *args, **settings) -> float:
     """Bytes of a GPU's memory that training needs, margins included. Arguments as `step_bytes`."""
     process = GPU_PROCESS + NCCL if ranks > 1 else GPU_PROCESS
