@@ -2,7 +2,7 @@
 What fits, how long it takes, what it costs: by trial here, by formula on GPUs to rent. Exit code 1: nothing does.
 
     python -m scripts.plan                                     # this machine: what speedrun.sh trains on it
-    python -m scripts.plan --depth=12                          # one model on its GPUs: the command that trains it
+    python -m scripts.plan --depth=12                          # the same with so many layers
     python -m scripts.plan --gpus=8 --gpu=H100 --price=2.5     # speedrun.sh on GPUs to rent
     python -m scripts.plan --gpus=64 --gpu=H100 --depth=32 --between=ndr    # one model on them: the fastest layout
 """
@@ -15,12 +15,13 @@ price = 2.5                 # [0..] dollars per GPU and hour; a guess of Novembe
 gpus_per_node = 8           # [1..] GPUs on each host
 link = "nvlink4"            # between GPUs of a host: a name in the table of nanochat/plan/machines.py
 between = "ndr"             # between hosts, for each GPU
-# ---- Model and batch
-depth = -1                  # [-1, 1..] layers; -1: as speedrun.sh. On a CPU always its model, with this many layers
+# ---- Model
+depth = -1                  # [-1, 1..] layers; -1: chosen. On a CPU always its model, with this many layers
+# ---- One model on GPUs to rent, if depth is given
 arch = "modern"             # architecture, as in base_train
 vocab_size = 32768          # [1..] tokens
 max_seq_len = 2048          # [1..] tokens per row
-device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: 8, and here up to 32 are tried
+device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: 8
 total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen as in base_train
 target_param_data_ratio = 8.0  # [>0] training tokens per parameter of matrices and head
 # ---- For speedrun.sh
@@ -42,7 +43,6 @@ import torch
 
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.choice import (
-    MAX_ROWS,
     RL_STEPS,
     SIZES,
     Choice,
@@ -53,10 +53,9 @@ from nanochat.plan.choice import (
     disk,
     every_depth,
     pretraining,
-    samples_at_once,
 )
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout, plan_step
-from nanochat.plan.memory import GIB, largest_rows, needed_bytes, shaped
+from nanochat.plan.memory import GIB, largest_rows, needed_bytes, samples_at_once, shaped
 from nanochat.plan.step_time import step_time
 from nanochat.plan.step_trial import rows_that_train, try_steps
 from nanochat.runtime.compiling import has_compiler
@@ -102,22 +101,11 @@ if not gpus:
     print(f"on this machine, as busy as it is now, what is left will take about {left / 60:.0f} minutes")
     raise SystemExit(0)
 
-# ---- One model on this machine's: the command
-if depth > 0 and here and not file:
-    config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch, bos=0)
-    most = device_batch_size if device_batch_size > 0 else MAX_ROWS
-    for checkpointing in (False, True):
-        rows = rows_that_train(most, config, dtype, device.type, True, checkpointing, gpus)
-        if rows:
-            print(f"torchrun --standalone --nproc_per_node={gpus} -m scripts.base_train --depth={depth} --arch={arch} "
-                  f"--max_seq_len={max_seq_len} --device_batch_size={rows} --activation_checkpointing={checkpointing}")
-            raise SystemExit(0)
-    raise UserError(f"depth={depth}: not one row of {max_seq_len} tokens fits; try fewer layers or shorter rows")
-
+# ---- GPUs
 kind = gpu_here(device) if here else datasheet_gpu(gpu)
 
 # ---- One model on GPUs to rent: ZeRO's stages, each over a host and over all ranks; then the fastest that fits
-if depth > 0 and not file:
+if depth > 0 and not here and not file:
     for name, chosen in (("link", link), ("between", between)):
         if chosen not in LINKS:
             raise UserError(f"{name}={chosen} is not in the table; expected one of {', '.join(LINKS)}")
@@ -187,7 +175,7 @@ if here:
 # Fine-tuning puts the 32 conversations of a step into about eight rows; more rows at a time would be padding.
 line = (f"RANKS={ranks} DEPTH={choice.depth} ROWS={choice.rows} FEW={max(min(choice.rows, 8, 32 // ranks), 1)} "
         f"RECOMPUTE={choice.recompute} VOCAB={size.vocab_size} RATIO={size.ratio:g} SHARDS={size.shards} "
-        f"RL={choice.rl_steps} SAMPLES={samples_at_once(choice.depth, ranks, kind)}")
+        f"RL={choice.rl_steps} SAMPLES={samples_at_once(config_of(choice.depth), ranks, kind)}")
 if file:
     write_text(Path(file), line + "\n")
 else:

@@ -16,9 +16,10 @@ from conftest import run_module
 import nanochat.plan.step_trial
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, Link, bytes_on_a_rank, fastest_layout, plan_step
-from nanochat.plan.memory import GIB, split_into_stages
+from nanochat.plan.memory import GIB, samples_at_once, split_into_stages
 from nanochat.plan.step_time import scores, step_time
 from nanochat.plan.step_trial import rows_that_train, try_steps
+from nanochat.runtime.devices import choose_device_type
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import datasheet_gpu, find_gpu
 
@@ -180,6 +181,22 @@ def test_a_gpu_is_found_by_the_names_that_people_and_cuda_write():
     # torch reports less memory than is printed on the box.
     assert [find_gpu("NVIDIA A100-SXM4", memory).bandwidth for memory in (79.1, 39.4)] == [2.039e12, 1.555e12]
     assert find_gpu("NVIDIA RTX A4000") is None
+
+
+def test_a_mac_trains_on_its_cpu_unless_asked(monkeypatch):
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert [choose_device_type(asked) for asked in ("", "mps")] == ["cpu", "mps"]
+
+
+def test_samples_at_once_fit_with_the_states():
+    """By hand for depth 22 on one GPU: 2 bytes and a master of 4, two moments or, of Muon, one; 63 MB a row."""
+    config = config_from_depth(22, 49152, 2048, arch="modern")
+    total, muon, row = 1.423e9, 12 * 22 * 1408**2, 2 * 22 * 1408 * 512 * 2
+    for memory, samples in ((80, 256), (24, 32)):
+        assert samples_at_once(config, 1, datasheet_gpu("H100")._replace(memory=memory)) == samples
+        needed = [1.15 * (14 * total - 4 * muon + rows * row) + 1.5 * GIB for rows in (samples, 2 * samples)]
+        assert needed[0] < memory * GIB and (samples == 256 or needed[1] > memory * GIB)
 
 
 def test_float32_takes_twice_the_bytes_on_a_gpu_without_bfloat16():

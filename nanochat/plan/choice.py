@@ -9,7 +9,7 @@ import torch
 from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.recipe import accumulation_steps, choose_batch_size
-from nanochat.plan.memory import GIB, sampling_bytes, shaped, split_into_stages, state_bytes
+from nanochat.plan.memory import GIB, samples_at_once, shaped, split_into_stages, state_bytes
 from nanochat.plan.step_time import FP8_GPUS, step_time
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Gpu
@@ -26,12 +26,12 @@ CPU_STEPS = {
 MAX_ROWS = 32
 # A step as it runs for an hour on eight H100s, against the estimate: published ones took 1.13 to 1.20 times as long.
 SLOWER = 1.2
-# Tokens of mid-training and fine-tuning, about; and what evaluations read, as tokens of training that would take as
-# long: guessed, half of it CORE's.
-TUNED, READ = 0.5e9, 0.2e9
-# Steps of RL on gsm8k: all, or fewer if hours are short; answers of a step, and of an evaluation each 60 steps.
+# Tokens of mid-training and fine-tuning, half a billion, and what evaluations read, as tokens of training that would
+# take as long: guessed, half of it CORE's.
+AFTER = 0.7e9
+# Steps of RL on gsm8k: all, or fewer if hours are short; and the answers of a step. Evaluations sample a tenth more.
 RL_STEPS = 467, 360, 240, 120, 0
-SAMPLED, EVALUATED = 16 * 16, 200 * 4
+SAMPLED = 16 * 16
 # Answers that `judge` in speedrun.sh wants after each of three stages, 32 at a time on each GPU.
 JUDGED = 3 * 2800
 # Seconds for a token of 64 answers or of one, per layer: decoding waits for launches (bench.engine, one H200).
@@ -112,31 +112,22 @@ def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     rate = run.total_batch_size / step
     mfu = rate * shaped(config).estimate_flops() / (ranks * gpu.peak)
     # RL trains on about 300 tokens of a problem and its answer.
-    trained = run.steps * run.total_batch_size + TUNED + READ + rl_steps * SAMPLED * 300
-    samples = samples_at_once(depth, ranks, gpu)
-    batches = rl_steps * math.ceil(SAMPLED / ranks / samples) + JUDGED / ranks / 32
-    batches += (math.ceil(rl_steps / 60) + 1) * math.ceil(EVALUATED / ranks / samples)
+    trained = run.steps * run.total_batch_size + AFTER + rl_steps * SAMPLED * 300
+    batches = 1.1 * rl_steps * math.ceil(SAMPLED / ranks / samples_at_once(config, ranks, gpu)) + JUDGED / ranks / 32
     decoded = batches * depth * DECODING  # seconds for a token of each batch
     least = FIXED + (trained / rate + 150 * decoded) / 3600
     most = FIXED + (SLOWER * trained / rate + 256 * decoded) / 3600
     return Cost(run, run.steps * step / 3600, least, most, rate, mfu)
 
 
-def samples_at_once(depth: int, ranks: int, gpu: Gpu) -> int:
-    """Answers that each rank samples at a time in RL: 64, or more where the cache has room."""
-    for rows in (256, 128):
-        if sampling_bytes(config_of(depth), rows, gpu.dtype, ranks) <= gpu.memory * GIB:
-            return rows
-    return 64
+RowsThatFit = Callable[[int, int, bool], int]  # from the most to try, a depth, whether activations are computed twice
 
 
-def choose_size(
-    ranks: int, gpu: Gpu, rows_that_fit: Callable[[int, int, bool], int], hours: float = 0, depth: int = -1
-) -> Choice:
+def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float = 0, depth: int = -1) -> Choice:
     """
     The largest usual depth that fits and is pretrained within half a day, or the smallest however long it takes; with
     `hours` the largest of all depths whose stages end in them, with as much of RL as then ends. `depth`: only this one.
-    rows_that_fit takes the most to try, a depth, and whether activations are computed twice. UserError if none fits.
+    UserError if none fits.
     """
     if depth not in (-1, *SIZES):
         raise UserError(f"depth={depth}: expected one of {', '.join(map(str, SIZES))}")
@@ -197,9 +188,7 @@ def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> 
     return text
 
 
-def every_depth(
-    ranks: int, gpus: int, gpu: Gpu, price: float, rows_that_fit: Callable[[int, int, bool], int]
-) -> str:
+def every_depth(ranks: int, gpus: int, gpu: Gpu, price: float, rows_that_fit: RowsThatFit) -> str:
     """What each depth that fits costs with all stages, a line each."""
     text = ""
     for depth in SIZES:

@@ -52,8 +52,8 @@ def datasheet_gpu(text: str) -> Gpu:
     name, _, memory = text.partition(",")
     gpu = find_gpu(name, float(memory)) if memory.isdecimal() else find_gpu(text)
     if gpu is None:
-        names = ", ".join(dict.fromkeys(gpu.name for gpu in GPUS))
-        raise UserError(f"gpu={text}: expected one of {names}, perhaps with its GB: A100,40")
+        names = "; ".join(f"{gpu.name},{gpu.memory:g}" for gpu in GPUS)
+        raise UserError(f"gpu={text}: expected one of {names}")
     return gpu
 
 
