@@ -19,7 +19,6 @@ import torch
 
 from bench.harness import PageBlock
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.plan.choice import SLOWER, choose_size, config_of, cost, disk
 from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
 from nanochat.plan.memory import GIB, largest_rows, needed_bytes, split_into_stages
 from nanochat.plan.step_time import step_time
@@ -108,17 +107,9 @@ def one_gpu() -> str:
 
 
 def costs() -> str:
-    lines = []
-    for ranks, name in ((8, "H100"), (1, "H100"), (8, "A100,40")):
-        gpu = datasheet_gpu(name)
-        choice = choose_size(ranks, gpu, lambda most, depth, twice, memory=gpu.memory, ranks=ranks: rows_in(
-            memory, config_of(depth), most, ranks, twice))
-        whole = cost(choice, ranks, gpu)
-        lines.append([f"{ranks},{gpu.name},{gpu.memory:g}", choice.depth, choice.rows, f"{whole.rate:,.0f}",
-                      f"{whole.mfu:.0%}", f"{whole.hours:.1f} to {SLOWER * whole.hours:.1f}",
-                      f"{whole.least:.0f} to {whole.most:.0f}", whole.dollars(ranks, 2.5), disk(choice.depth)])
-    return markdown_table(["`--plan`", "depth", "rows", "tokens/s", "MFU", "hours: pretraining", "all stages",
-                           "cost at $2.5 per GPU and hour", "GiB of disk"], lines)
+    """The lines from depth 22 to 12."""
+    lines = [line for line in plan("--gpus=8", "--gpu=H100").splitlines() if line.startswith("--depth")]
+    return "\n".join(["```", *lines[:6], "```"])
 
 
 def published() -> str:

@@ -174,9 +174,8 @@ def test_blocks_of_scores():
 
 def test_a_gpu_is_found_by_the_names_that_people_and_cuda_write():
     for text, name, memory in (
-            ("RTX4090", "RTX 4090", 24), ("rtx-4090,24", "RTX 4090", 24), ("NVIDIA GeForce RTX 4090", "RTX 4090", 24),
-            ("a6000", "RTX A6000", 48), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 96),
-            ("Tesla V100-SXM2-32GB,32", "V100", 32), ("tesla t4", "T4", 16), ("NVIDIA L40S", "L40S", 48)):
+            ("RTX4090", "RTX 4090", 24), ("rtx-4090,48", "RTX 4090", 48), ("NVIDIA GeForce RTX 4090", "RTX 4090", 24),
+            ("a6000", "RTX A6000", 48), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 96)):
         assert datasheet_gpu(text)[::3] == (name, memory)
     # torch reports less memory than is printed on the box.
     assert [find_gpu("NVIDIA A100-SXM4", memory).bandwidth for memory in (79.1, 39.4)] == [2.039e12, 1.555e12]
@@ -192,18 +191,11 @@ def test_a_mac_trains_on_its_cpu_unless_asked(monkeypatch):
 def test_samples_at_once_fit_with_the_states():
     """By hand for depth 22 on one GPU: 2 bytes and a master of 4, two moments or, of Muon, one; 63 MB a row."""
     config = config_from_depth(22, 49152, 2048, arch="modern")
-    total, muon, row = 1.423e9, 12 * 22 * 1408**2, 2 * 22 * 1408 * 512 * 2
+    states, row = 14 * 1.423e9 - 4 * 12 * 22 * 1408**2, 2 * 22 * 1408 * 512 * 2
     for memory, samples in ((80, 256), (24, 32)):
         assert samples_at_once(config, 1, datasheet_gpu("H100")._replace(memory=memory)) == samples
-        needed = [1.15 * (14 * total - 4 * muon + rows * row) + 1.5 * GIB for rows in (samples, 2 * samples)]
-        assert needed[0] < memory * GIB and (samples == 256 or needed[1] > memory * GIB)
-
-
-def test_float32_takes_twice_the_bytes_on_a_gpu_without_bfloat16():
-    config, gpu = config_from_depth(8, 32768, 2048), datasheet_gpu("T4")
-    assert gpu.dtype == torch.float32
-    half, whole = (step_time(config, 8, 8, 1, gpu._replace(dtype=dtype)).passes for dtype in (BF16, torch.float32))
-    assert 1.8 * half < whole < 2 * half  # gradients have four bytes anyway
+        rows = ((memory - 1.5) * GIB / 1.15 - states) / row
+        assert samples == min(256, 2 ** int(math.log2(rows)))
 
 
 def test_the_command_for_one_model():
