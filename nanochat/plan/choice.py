@@ -34,7 +34,8 @@ RL_STEPS = 467, 360, 240, 120, 0
 SAMPLED = 16 * 16
 # Answers that `judge` in speedrun.sh wants after each of three stages, 32 at a time on each GPU.
 JUDGED = 3 * 2800
-# Seconds for a token of 64 answers or of one, per layer: decoding waits for launches (bench.engine, one H200).
+# Seconds for a token of 64 answers or of one, per layer: decoding waits for launches (bench.engine, one H200). For 256
+# it was not measured: counted, there are as many launches, 731 at depth 22.
 DECODING = 0.0224 / 22
 # Hours of downloads, tokenizer, compiling and starting: guessed.
 FIXED = 0.4
@@ -180,7 +181,7 @@ def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> 
         f"disk {disk(choice.depth)} GiB; downloads {SIZES[choice.depth].shards * SHARD / 1e9:.0f} GB of text, 8 of "
         "software and tasks")
     if choice.rl_steps < max(RL_STEPS):
-        text += f"\nreinforcement learning is cut to {choice.rl_steps} steps; with 0 it is left out"
+        text += f"\ntime for {choice.rl_steps} of {max(RL_STEPS)} steps of reinforcement learning; 0: it is left out"
     if gpu.dtype == torch.float32:
         text += f"\na {gpu.name} has no bfloat16: it trains in float32, at {gpu.peak / 1e12:g} TFLOP/s"
     if ranks < gpus:
