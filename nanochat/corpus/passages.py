@@ -27,28 +27,28 @@ YAML = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # values stay as they are 
 NAMES = ("title", "alias", "aliases", "tag", "tags")  # keys whose values are names of the note
 # What is hidden, and tables; neither in code. ~~~~ is no code, but underlines a heading of reStructuredText.
 SOURCE = re.compile(r"""(?mx)
-    (?P<code>^[ \t]*(?P<fence>`{3,}|~~~(?!~))[\s\S]*?(?:^[ \t]*(?P=fence)|\Z) | `[^`\n]*`)
+    (?P<code>^[ \t]*(?P<fence>`{3,}+|~~~(?!~))[\s\S]*?(?:^[ \t]*(?P=fence)|\Z) | `[^`\n]*`)
     | <!--[\s\S]*?(?:-->|\Z)
     | ^%%[\s\S]*?(?:%%|\Z) | %%[\s\S]*?(?:%%|\n[ \t]*\n|\Z)      # Obsidian's private text: blocks, within a paragraph
-    | ^(?P<table>.*\|.*\n(?=.*\|)(?=.*-)[ \t|:+-]+(?:\n.*\|.*)*)$
+    | ^(?P<table>(?=.*\|).*\n(?=.*\|)(?=.*-)[ \t|:+-]+(?:\n(?=.*\|).*)*)$
     """)
 BLOCK = re.compile(r"""(?mx)
     ^[ ]{0,3}(?P<marks>\#+)[ \t]+(?P<heading>.*)
     | ^(?![*+•-][ \t])(?P<underlined>\S.*)\n(?P<underline>[=~^-])(?P=underline){2,}[ \t]*$
     | ^(?:(?P<paragraph>(?:
-        (?![\s*_+|:=~^-]*$ | [ ]{0,3}\#+[ \t] | [ \t]*(?:```|~~~(?!~)))     # a blank line or a rule, a heading, code
+        (?![ \t\xa0\u3000*_+|:=~^-]*$ | [ ]{0,3}\#+[ \t] | [ \t]*(?:```|~~~(?!~)))     # a blank line or a rule, a heading, code
         .+(?:\n|\Z))++)(?:[ \t]*\n){0,3})?
-      (?:[ \t]*(?P<fence>`{3,}|~~~).*\n(?P<code>[\s\S]*?)(?:^[ \t]*(?P=fence)|\Z))?
+      (?:[ \t]*(?P<fence>`{3,}+|~~~).*\n(?P<code>[\s\S]*?)(?:^[ \t]*(?P=fence)|\Z))?
     """)
 LEVELS = " =-~^"  # what underlines a heading of level 1, 2, …
 
 # ---- Lines
 QUOTE = re.compile(r"(?m)^(?: {0,3}>(?: |$))+")
-ITEM = re.compile(r"\A[ \t]*(?:(?:[*+•|-]|\d+[.)])[ \t]+)+")
+ITEM = re.compile(r"\A[ \t]*(?:(?:[*+•|-][ \t]+)+|(?=\d+[.)][ \t]))")  # a number stays: "14. März" is a date
 KEY = re.compile(r"[*_]*\w[^:/\n]{0,30}:[:*_]*(?:\s|$)")
 # A text that goes on in the next line, however long it is: a callout's title, and what ends with these marks.
 GOES_ON = re.compile(r"""\A\[!|[.!?…:,;।。！？、，][*_"'”’»)\]」』]*$""")
-NARROW = 40  # columns; narrower lines are not wrapped text, but lists, addresses, poems
+NARROW = 36  # columns; narrower lines are not wrapped text, but lists, addresses, poems
 WIDE = re.compile(f"[{UNSPACED}]")  # characters of two columns
 
 # Marks, and as their last group what stays of them.
@@ -59,7 +59,7 @@ MARK = re.compile(r"""(?msx)(?=[\[!*_=~<&^`\\\s:])(?:
     | (?P<gap></?(?:br|center|details|div|h[1-6]|hr|img|li|ol|p|pre|summary|table|tbody|td|th|thead|tr|ul)
         (?=[\s/>])[^<>]{0,500}>)
     | </?(?:a|abbr|b|code|del|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|u)(?=[\s/>])[^<>]{0,500}>
-    | ^\[(?:[ xX/-]|![\w|-]+)\][+-]?(?:[ \t]+|$)                            # a task's box, a callout's kind
+    | (?:^|(?<=\d[.)][ ]))\[(?:[ xX/-]|![\w|-]+)\][+-]?(?:[ \t]+|$)          # a task's box, a callout's kind
     | !\[\[[^\[\]]{1,300}\]\]                                               # an embedded file
     | \[\[(?![ \[])(?:[^\[\]|]{1,300}\|)?([^\[\]|]{1,300})\]\]              # a link between notes
     | \[\[[^\[\]]{1,500}\]\[([^\[\]]{1,300})\]\]                            # Org's link
