@@ -19,6 +19,7 @@ import pytest
 from conftest import REPO
 
 from nanochat.corpus.make_library import make_library, open_library
+from nanochat.corpus.own_files import fingerprint
 from nanochat.corpus.passages import text_passages
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference import retrieval as reader
@@ -28,28 +29,7 @@ from nanochat.inference.words import parts
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.lookup import passages_of
 
-WINE = """---
-tags: [drinks]
----
-# Wine
-
-The cellar key hangs behind the [kitchen](house.md) door. Ask Ada if it is gone.
-Red wine stands on the left.
-
-<!-- to do:
-# More -->
-- Riesling is kept at nine degrees.
-- Merlot is kept at sixteen degrees.
-
-```
-# no heading
-```
-
-Old bottles
------------
-
-The oldest bottle is from 1961.
-"""
+VAULT = tomllib.loads((REPO / "tests/vault.toml").read_text("utf-8"))
 
 
 @pytest.fixture
@@ -75,15 +55,21 @@ def refused(path: Path) -> str:
 
 # ---- What is in a library
 
-def test_markdown_becomes_passages_with_heading_and_line(folder):
-    (folder / "wine.md").write_text(WINE)
-    assert passages(made(folder)) == [
-        ("Wine", "The cellar key hangs behind the kitchen door. Ask Ada if it is gone.\nRed wine stands on the left.",
-         "notes/wine.md:6"),
-        ("Wine", "Riesling is kept at nine degrees.", "notes/wine.md:11"),
-        ("Wine", "Merlot is kept at sixteen degrees.\n```\n# no heading\n```", "notes/wine.md:12"),
-        ("Old bottles", "The oldest bottle is from 1961.", "notes/wine.md:21"),
-    ]
+@pytest.mark.parametrize("kind", VAULT)
+def test_a_note_becomes_passages_each_with_heading_and_line(kind, folder):
+    (folder / "note.md").write_bytes(VAULT[kind]["note"].encode())
+    found = [f"{place} {title} | {text}".replace("\n", "↵") for title, text, place in passages(made(folder))]
+    assert found == [f"notes/note.md:{line}" for line in VAULT[kind]["passages"].strip().split("\n")]
+
+
+def test_notes_as_people_keep_them_are_found_and_what_is_private_is_not_kept(folder):
+    for number, case in enumerate(VAULT.values()):
+        (folder / f"{number}.md").write_bytes(case["note"].encode())
+    library = made(folder)
+    for line in "\n".join(case.get("questions", "") for case in VAULT.values()).split("\n"):
+        question, _, answer = line.partition(" | ")
+        assert not question or answer in (library.search(question) or Passage("", "", "")).text, question
+    assert b"zanzi" not in library.path.read_bytes()
 
 
 def test_every_kind_of_file_says_its_place(folder):
@@ -91,14 +77,16 @@ def test_every_kind_of_file_says_its_place(folder):
     stories = "First story.\nIt ends.\n<|endoftext|>\n\nSecond story.\n<|endoftext|>\nThird.\n"
     (folder / "sub" / "a.txt").write_text(stories)
     (folder / "b.md.gz").write_bytes(gzip.compress(b"# Packed\n\nThis one is compressed.\n"))
-    (folder / "c.jsonl").write_text('{"text": "Row one of c."}\n{"text": "Row two of c."}\n')
+    (folder / "c.jsonl").write_text(r'{"text": "Row one\nof c.\n```\nls\npwd\n```"}' + '\n{"text": "Row two of c."}\n')
     (folder / "d.csv").write_text("text\nRow one of d.\nRow two of d.\n")
     pq.write_table(pa.table({"text": ["Row one of e.", "Row two of e."]}), folder / "e.parquet")
     (folder / "ignored.py").write_text("text = 'not read'")
     (folder / ".hidden.md").write_text("not read")
-    assert [(passage.title, passage.place.removeprefix("notes/")) for passage in passages(made(folder))] == [
+    library = made(folder)
+    assert [(passage.title, passage.place.removeprefix("notes/")) for passage in passages(library)] == [
         ("Packed", "b.md.gz:3"), ("c", "c.jsonl:1"), ("c", "c.jsonl:2"), ("d", "d.csv:1"), ("d", "d.csv:2"),
         ("e", "e.parquet:1"), ("e", "e.parquet:2"), ("a", "sub/a.txt:1"), ("a", "sub/a.txt:5"), ("a", "sub/a.txt:7")]
+    assert passages(library)[1].text == "Row one of c.\n```\nls\npwd\n```", "a row has no lines, but code has"
 
 
 def test_passages_are_at_most_300_characters_cut_at_sentences_and_lose_nothing(folder):
@@ -261,11 +249,18 @@ def test_a_library_of_changed_files_says_so(folder, capsys):
         return capsys.readouterr().out
 
     (folder / "a.md").write_text("First.")
-    place = make_library(str(folder))
+    place = make_library(str(folder), field="body", encoding="latin-1")
     assert place == library_path("notes") and changes() == ""
-    os.utime(folder / "a.md", (place.stat().st_mtime + 9,) * 2)
-    assert str(folder) in changes()
-    (folder / "a.md").unlink()
+    manifest = Library(place).manifest
+    assert {"name": "notes", "source": str(folder), "field": "body", "encoding": "latin-1"}.items() <= manifest.items()
+    (folder / "not read").write_text("Other.")
+    assert fingerprint(str(folder)) == manifest["files"]
+    os.utime(folder / "a.md", (9, 9))
+    assert str(folder) in changes(), "an older file, too, is another"
+    (folder / "b.md").write_text("Second.")
+    assert fingerprint(str(folder)) not in ("", manifest["files"])
+    for file in folder.iterdir():
+        file.unlink()
     folder.rmdir()
     assert changes() == "" and Library(place).lookup("a").text == "First."
 

@@ -33,6 +33,8 @@ SAMPLE = 1 << 20           # characters that are read at a time, and bytes for g
 KIND = re.compile(r"\.(txt|md|markdown|rst|jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst|\.bz2|\.xz)?$", re.IGNORECASE)
 KINDS = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2/.xz of them)"
 TEXTS = ("txt", "md", "markdown", "rst")
+NOT_READ = (f"are not read (expected {KINDS}; .docx, .odt, .epub, .html and .org become .md by pandoc FILE -o FILE.md, "
+            ".pdf becomes .txt by pdftotext FILE)")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # Data sets write these between stories. Only whole lines: a text may mention these words.
 SEPARATOR = re.compile(r"^(?:<\|endoftext\|>|<\|end_of_text\|>|</s>)[ \t\r]{0,9}(?:\n|\Z)", re.MULTILINE)
@@ -113,7 +115,7 @@ def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> lis
         if path.is_file() and kind.search(path.name):
             found.append(path)
         elif path.is_file():
-            notes[f"are not read (expected {KINDS})"].append(str(name))
+            notes[NOT_READ].append(str(name))
         elif path.is_symlink() or not os.access(path, os.R_OK):
             notes["are linked folders, or cannot be opened"].append(str(name))
     return found

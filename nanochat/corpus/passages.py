@@ -24,7 +24,7 @@ CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # ---- Blocks
 FRONT = re.compile(r"(?m)\A(---|\+\+\+) *\n([\s\S]*?)^(?:\1|\.\.\.) *$")
 YAML = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # values stay as they are written: dates, "no", 0664
-NAMES = ("title", "alias", "aliases", "tag", "tags")  # keys whose values are names of the note
+NAMES = re.compile(r"(?i)title|alias(?:es)?|tags?")  # keys whose values are names of the note
 # What is hidden, and tables; neither in code. ~~~~ is no code, but underlines a heading of reStructuredText.
 SOURCE = re.compile(r"""(?mx)
     (?P<code>^[ \t]*(?P<fence>`{3,}+|~~~(?!~))[\s\S]*?(?:^[ \t]*(?P=fence)|\Z) | `[^`\n]*`)
@@ -36,7 +36,8 @@ BLOCK = re.compile(r"""(?mx)
     ^[ ]{0,3}(?P<marks>\#+)[ \t]+(?P<heading>.*)
     | ^(?![*+•-][ \t])(?P<underlined>\S.*)\n(?P<underline>[=~^-])(?P=underline){2,}[ \t]*$
     | ^(?:(?P<paragraph>(?:
-        (?![ \t\xa0\u3000*_+|:=~^-]*$ | [ ]{0,3}\#+[ \t] | [ \t]*(?:```|~~~(?!~)))     # a blank line or a rule, a heading, code
+        # Neither a blank line or a rule, nor a heading, nor code.
+        (?![ \t\xa0\u3000*_+|:=~^-]*$ | [ ]{0,3}\#+[ \t] | [ \t]*(?:```|~~~(?!~)))
         .+(?:\n|\Z))++)(?:[ \t]*\n){0,3})?
       (?:[ \t]*(?P<fence>`{3,}+|~~~).*\n(?P<code>[\s\S]*?)(?:^[ \t]*(?P=fence)|\Z))?
     """)
@@ -67,7 +68,7 @@ MARK = re.compile(r"""(?msx)(?=[\[!*_=~<&^`\\\s:])(?:
     | !?\[([^\[\]]{0,200})\]\([^()]{0,500}(?:\([^()]{0,200}\)[^()]{0,200})?\)
     | (?<![A-Za-z0-9_\])])\[([^\[\]]{1,200})\]\[[^\[\]]{0,200}\]
     | ~~(?=[^\s~])[^~]{1,300}~~                                             # what is struck out holds no more
-    | (?<![\d*])(?P<bold>\*{2,3})(?=[^\s*])(.{1,300}?)(?<=[^\s*])(?P=bold)(?![\d*])
+    | (?<![\d*])(?P<bold>\*{2,3})(?=[^\s*])(.{1,300}?)(?<=\S)(?P=bold)(?![\d*])
     | (?<![A-Za-z0-9*])\*(?=[^\s*.])([^*]{1,300})(?<!\s)\*(?![A-Za-z0-9*])  # not *.py
     | (?<![A-Za-z0-9=])==(?=[^\s=])(.{1,300}?)(?<=[^\s=])==(?![A-Za-z0-9=])
     | (?<!\w)_(?=[^\s_])([^_]{1,300})(?<!\s)_(?!\w)                         # not snake_case, not __init__
@@ -84,8 +85,7 @@ def text_passages(text: str, title: str, line_end: str = "\n") -> Iterator[tuple
     what it is about. The title is the heading above, or else the file's; the context is what else a passage is found
     by: all headings above, and the names of the note.
     """
-    names, facts, text = front_matter(CONTROL.sub(" ", text.replace("\r\n", "\n")))
-    names = f"{title} {names}"
+    names, facts, text = front_matter(CONTROL.sub(" ", text.replace("\r\n", "\n")), title)
     heading = title
     headings: list[str] = []
     text = SOURCE.sub(visible, text)
@@ -111,16 +111,14 @@ def text_passages(text: str, title: str, line_end: str = "\n") -> Iterator[tuple
             found.append((f"{passage}\n```\n{code}\n```", at))
         for passage, at in found:
             yield heading, passage, at, " ".join([names, *headings])
-    for fact, line in facts:
-        for passage, _ in split_paragraph(fact, line):
-            yield title, passage, line, names
+    for passage, at in facts:
+        yield title, passage, at, names
 
 
 # ---- Blocks
 
-def front_matter(text: str) -> tuple[str, list[tuple[str, int]], str]:
-    """The note's names, its other keys as ("key: value", line), and the text with empty lines in their place."""
-    names = ""
+def front_matter(text: str, names: str) -> tuple[str, list[tuple[str, int]], str]:
+    """The note's names, its other keys as [("key: value", line)], and the text with empty lines in their place."""
     facts = []
     front = FRONT.match(text)
     if front:
@@ -128,12 +126,12 @@ def front_matter(text: str) -> tuple[str, list[tuple[str, int]], str]:
             entries = tomllib.loads(front[2]) if front[1] == "+++" else yaml.load(front[2], YAML)
             for key, value in entries.items():
                 value = flat(value)
-                if key.lower() in NAMES:
+                if NAMES.fullmatch(key):
                     names += f" {value}"
                 elif value:
                     # A key in quotation marks is not found: its line is the first.
                     line = 1 + front[0].count("\n", 0, 1 + front[0].find(f"\n{key}"))
-                    facts.append((f"{key}: {value}", line))
+                    facts += split_paragraph(f"{key}: {value}", line)
             text = "\n" * front[0].count("\n") + text[front.end():]
         except (yaml.YAMLError, ValueError, AttributeError):
             # It is broken, or only text between two rules.
