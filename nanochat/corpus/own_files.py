@@ -126,8 +126,10 @@ def fingerprint(source: str) -> str:
     digest = hashlib.sha256()
     files = files_below(Path(source), Notes(list))
     for file in files:
-        status = file.stat()
-        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+        # An editor that saves may have removed it in the meantime.
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest() if files else ""
 
 

@@ -57,15 +57,15 @@ MARK = re.compile(r"""(?msx)(?=[\[!*_=~<&^`\\\s:])(?:
     (?<!`)(?P<ticks>`{1,5})(?!`)(?P<code>.{1,500}?)(?<!`)(?P=ticks)(?!`)
     | \\(?P<escaped>[!-/:-@\[\]^-`{-~])
     | (?P<entity>&(?:\#\w{1,7}|\w{2,31});)
-    | (?P<gap></?(?:br|center|details|div|h[1-6]|hr|img|li|ol|p|pre|summary|table|tbody|td|th|thead|tr|ul)
-        (?=[\s/>])[^<>]{0,500}>)
-    | </?(?:a|abbr|b|code|del|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|u)(?=[\s/>])[^<>]{0,500}>
+    | (?P<gap></?(?:blockquote|br|center|details|div|h[1-6]|hr|img|li|ol|p|picture|pre|section|source|summary|table
+        |tbody|td|th|thead|tr|ul|video)(?=[\s/>])[^<>]{0,500}>)
+    | </?(?:a|abbr|b|code|del|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|u)(?:\s[^<>=]{1,99}=[^<>]{1,500})?>
     | (?:^|(?<=\d[.)][ ]))\[(?:[ xX/-]|![\w|-]+)\][+-]?(?:[ \t]+|$)          # a task's box, a callout's kind
     | !\[\[[^\[\]]{1,300}\]\]                                               # an embedded file
     | \[\[(?![ \[])(?:[^\[\]|]{1,300}\|)?([^\[\]|]{1,300})\]\]              # a link between notes
     | \[\[[^\[\]]{1,500}\]\[([^\[\]]{1,300})\]\]                            # Org's link
     | \[\^\w{1,40}\]:?                                                      # a footnote's mark
-    | !?\[([^\[\]]{0,200})\]\([^()]{0,500}(?:\([^()]{0,200}\)[^()]{0,200})?\)
+    | !?\[((?:[^\[\]]|\[[^\[\]]{0,100}\]){0,200})\]\([^()]{0,500}(?:\([^()]{0,200}\)[^()]{0,200})?\)
     | (?<![A-Za-z0-9_\])])\[([^\[\]]{1,200})\]\[[^\[\]]{0,200}\]
     | ~~(?=[^\s~])[^~]{1,300}~~                                             # what is struck out holds no more
     | (?<![\d*])(?P<bold>\*{2,3})(?=[^\s*])(.{1,300}?)(?<=\S)(?P=bold)(?![\d*])
