@@ -73,7 +73,7 @@ MARK = re.compile(r"""(?msx)(?=[\[!*_=~<&^`\\\s:])(?:
     | (?<![A-Za-z0-9=])==(?=[^\s=])(.{1,300}?)(?<=[^\s=])==(?![A-Za-z0-9=])
     | (?<!\w)_(?=[^\s_])([^_]{1,300})(?<!\s)_(?!\w)                         # not snake_case, not __init__
     | (?<!\w)__(?=[^\s_])([^_]{1,300}\s[^_]{1,300})__(?!\w)
-    | [ \t]\#+[ \t]*$                                                       # at the end of a heading
+    | [ \t]\#+[ \t]*$ | ^\#+[ \t]+                                         # at a heading's end; of one in a quotation
     | (?:^|[ \t])\^[\w-]{4,}[ \t]*$                                         # a block's name
     | (?<=\w:):(?=[ \t])                                                    # Dataview's key:: value
     )""")
