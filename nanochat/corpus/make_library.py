@@ -100,12 +100,12 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
 
 
 def open_library(file: str | None, copying: bool = True) -> Tools:
-    """The tools with a library, see `open_tools`; a warning if the files of its source have changed."""
+    """The tools with a library, see `open_tools`; a warning if a file of its source is newer."""
     tools = open_tools(file, copying)
-    files = tools.library.manifest.get("files") if tools.library else ""
-    if files:
+    if tools.library and tools.library.manifest["source"] != "python":
         source = tools.library.manifest["source"]
-        if fingerprint(source) not in ("", files):
+        made = tools.library.path.stat().st_mtime
+        if any(file.stat().st_mtime > made for file in files_below(Path(source), Notes(list))):
             again = f"python -m scripts.library --source={source}"
             print0(f"warning: {source} has changed since {tools.library.path} was made: {again}")
     return tools
