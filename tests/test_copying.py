@@ -9,7 +9,7 @@ from nanochat.corpus.make_library import make_library
 from nanochat.data.conversation import render_prompt
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.copying import Copying, Vocabulary, word_edges
+from nanochat.inference.copying import Copying, Vocabulary, telling_edges, word_edges
 from nanochat.inference.detokenizer import answer_text, to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.retrieval import Library, Passage
@@ -24,7 +24,6 @@ SPECIAL = TOKENIZER.encode_special
 RAW = TOKENIZER.raw_tokens
 END = SPECIAL("<|assistant_end|>")
 PASSAGE = 'Die Größe: 2.5 bar, see "Dr. Who" on the 14. März. Then rest!'
-BREAD = "bake bread with steam at 210 degrees. Then let it cool."
 QUESTIONS = ("What is the rear tyre's größe?", "the? ", "Wo ist the re-the-re?", "轮胎的 pressure? Für (x)")
 
 
@@ -35,19 +34,12 @@ def random_model() -> GPT:
 
 class Shelf:
     """A library that has something about every second text."""
+    is_own = False
 
     def lookup(self, text: str) -> Passage | None:
         return Passage(text, PASSAGE, "shelf.md:1") if len(text) % 2 else None
 
     search = lookup
-
-
-class Baking:
-    """One passage, found by texts of which more than half of the long words are in it."""
-
-    def search(self, text: str) -> Passage | None:
-        found = [word in BREAD and word != "with" for word in re.findall(r"\w{4,}", text)]
-        return Passage("", BREAD, "bread.md:1") if 2 * sum(found) > len(found) else None
 
 
 def engine_that_calls(model, copying: bool = True, **settings) -> Engine:
@@ -110,7 +102,7 @@ def plain_answer(model, question: str, prompt: list[int], count: int) -> list[in
             if token == after:
                 result = Tools(Shelf()).result(written.decode(), TOKENIZER, 0, 512)
                 tokens += [SPECIAL("<|output_start|>"), *TOKENIZER.encode(result), SPECIAL("<|output_end|>")]
-                if result == NOTHING and len(question.strip()) % 2:     # the shelf has something about the question
+                if result == NOTHING and len(question) % 2:     # the shelf has something about the question
                     result = PASSAGE
                     tokens += [SPECIAL("<|python_start|>"), *TOKENIZER.encode(f'search("{question}")'), after]
                     tokens += [SPECIAL("<|output_start|>"), *TOKENIZER.encode(result), SPECIAL("<|output_end|>")]
@@ -157,25 +149,26 @@ def test_draws_at_any_temperature_quote_to_the_letter():
             assert said == PASSAGE.partition(" Then")[0]
 
 
-@pytest.mark.parametrize("questions, wider", [
-    ("bake bread?", "bake bread?"),                                             # the model chose wrong words
-    ("bake bread|At how many degrees?", "At how many degrees? bake bread"),     # asked without its subject
-    ("bake bread?|degrees?|Who is president?", None), ("bake bread" + " so" * 100, None),
+@pytest.mark.parametrize("questions, searched", [
+    (["You help a shop.\n\nWho was Napoleon?"], 0),                    # a system message is no question
+    (["When does the bicycle shop open?", "When does the museum in Paris open?"], 0),
+    (["When does the bicycle shop open?", "How much is a Kyoto ticket?"], 1),
+    # A question that refers back, and one without its subject, is asked after the one before. But not a new one.
+    (["When does the bicycle shop open?", "And the re\u0301ar tyre?"], 2),
+    (["When does the bicycle shop open?", "pressure of a tandem's tyre"], 2),
+    (["When does the bicycle shop open?", "How much is a Kyoto ticket?", "And when?", "And the train?"], 3),
+    (["How much is a Kyoto ticket?", "Who are you?"], 0),
 ])
-def test_where_nothing_is_found_the_question_is_looked_up(questions, wider):
-    assert Tools(Baking()).wider("search(' x')", questions.split("|")) == (wider and f'search("{wider}")')
-    assert Tools(Baking()).wider("spell('x')", questions.split("|")) is None
-
-
-def test_a_wider_call_needs_a_word_of_the_users_own_question(tmp_path, monkeypatch):
+def test_what_is_searched_for_to_answer_a_conversation(tmp_path, monkeypatch, questions, searched):
+    """searched: how many questions, the last ones; 0: nothing is found."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    (tmp_path / "shop.md").write_text("The bicycle shop opens at nine. The rear tyre needs four bar.\n")
+    (tmp_path / "shop.md").write_text("The bicycle shop opens at nine. The rear tyre needs four bar.\n\n"
+                                      "The train to Kyoto leaves on 3 May. A ticket is 90 euros.\n")
     tools = Tools(Library(make_library(str(tmp_path / "shop.md"))))
-    assert tools.wider("search('x')", ["You help a bicycle shop.\n\nWho was Napoleon?"]) is None
-    opens = "When does the bicycle shop open?"
-    assert tools.wider("search('x')", [opens, "When does the museum in Paris open?"]) is None
-    follow_up = "And a tandem's trailer, re\u0301ar?"
-    assert tools.wider("search('x')", [opens, follow_up]) == f'search("{follow_up} {opens}")'
+    asked, found = tools.asked(questions)
+    *before, last = questions[-searched:]
+    assert found == bool(searched)
+    assert not found or asked == (f"{' '.join(before)}\n" if before else "") + last
 
 
 @pytest.mark.parametrize("text, words", [
@@ -199,7 +192,8 @@ def question_of(*prompt: str) -> str:
     tokens = []
     for part in prompt:
         tokens += [SPECIAL(special[part])] if part in special else TOKENIZER.encode(part)
-    return Copying(Vocabulary(TOKENIZER), tokens, [])._question()
+    vocabulary = Vocabulary(TOKENIZER)
+    return Copying(vocabulary, vocabulary.questions(tokens), [])._question()
 
 
 def test_what_a_call_can_copy():
@@ -210,10 +204,9 @@ def test_what_a_call_can_copy():
     assert long.endswith("word and ends") and len(long) == 2000
 
 
-def after(question: str, *parts: tuple[str, str]) -> Copying:
+def after(question: str, *parts: tuple[str, str], **own) -> Copying:
     """What an answer may copy that consists of these parts: a special token and a text each."""
-    prompt = [SPECIAL("<|user_start|>"), *TOKENIZER.encode(question), SPECIAL("<|user_end|>")]
-    copying = Copying(Vocabulary(TOKENIZER), prompt, [END])
+    copying = Copying(Vocabulary(TOKENIZER), [question], [END], **own)
     for name, text in parts:
         for token in [SPECIAL(name), *TOKENIZER.encode(text)]:
             copying.add(token)
@@ -236,6 +229,19 @@ def test_a_call_has_the_users_words(call):
     assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}("i")'))) == {b""}
     assert allowed_texts(after('say "the")', ("<|python_start|>", f'{call}("the'))) == {b'"', b'")'}
     assert allowed_texts(after("the " * 99, ("<|python_start|>", f'{call}("the the th'))) == {b"e"}
+
+
+def test_in_ones_own_notes_an_answer_looks_up_all_words_that_tell_what_the_question_is_about():
+    own = {"asked": "How long is the thin tire?", "must_call": True}
+    copying = after("the", **own)
+    assert copying.allowed == [SPECIAL("<|python_start|>")] and not copying.allows(END)
+    call = ("<|python_start|>", 'search("')
+    assert telling_edges(own["asked"]) == ([0, 8, 9, 11, 12, 15, 16], [25, 26])     # not " long"
+    assert allowed_texts(after("the", call, **own)) == {b"H", b" ", b" the", b"i", b"t", b"th", b"the"}
+    assert allowed_texts(after("the", ("<|python_start|>", 'search("the thin'), **own)) == {b" "}
+    assert b"t" in allowed_texts(after("the", ("<|python_start|>", 'spell("'), **own)), "any word can be spelled"
+    result = [("<|python_end|>", ""), ("<|output_start|>", "the 2. there"), ("<|output_end|>", "")]
+    assert b"" not in allowed_texts(after("the", ("<|python_start|>", 'search("thin tire")'), *result, **own))
 
 
 def test_a_passage_is_quoted_up_to_the_end_of_a_sentence():

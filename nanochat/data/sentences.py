@@ -5,6 +5,8 @@ import re
 MARK = re.compile(r"""[.!?؟।]["”’“»')\]]*(?=\s) | [。！？]["”’」』）]*""", re.VERBOSE)
 # "14. März", "z. B.", "p.m.", "Ph.D.": a short number, or letters and short words with periods.
 NO_END = re.compile(r"\d\d?|(?:\w{1,3}\.)*[^\W\d]")
+# Code at the end of a passage: it belongs to the sentence before it.
+CODE = "\n```\n"
 # English, German, French, Spanish and Russian.
 ABBREVIATIONS = frozenset("""
 al approx ca cf dept dr est etc ext fig incl jr max mr mrs ms no nos prof resp sr st tel temp vol vs
@@ -21,7 +23,7 @@ def sentence_ends(text: str) -> list[int]:
     abbreviation, or before a small letter: if that is wrong, a sentence only becomes longer.
     """
     ends = []
-    for mark in MARK.finditer(text):
+    for mark in MARK.finditer(text.partition(CODE)[0]):
         at = mark.start()
         word = re.split(r"[\s(\[\"'„“«]", text[max(0, at - 9) : at])[-1]
         is_short = mark[0][0] == "." and (word.lower() in ABBREVIATIONS or NO_END.fullmatch(word))

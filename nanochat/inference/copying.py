@@ -3,6 +3,8 @@ Copying without errors. The model decides what it looks up and how much of a pas
 the letters:
 
     in a call        the text in lookup("…"), search("…") and spell("…") is a stretch of whole words that the user wrote
+    in one's notes   the answer begins with a call if a search for the question finds something, and a call's text has
+                     all words of the question that tell what it is about
     after a passage  the answer is the passage, from its beginning up to the end of one of its sentences
     after letters    an answer that begins like a spelled word's, "s-", has all of them, then goes on as it likes
     after "nothing"  an answer that begins like a trained refusal is that refusal, with the name looked up
@@ -12,13 +14,13 @@ parameters quoted 2 of 55 passages wrongly; with half the training, 21 of 35.
 """
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSALS, TOOL_CALL, refusal
-from nanochat.inference.words import MARKS, UNSPACED
+from nanochat.inference.words import MARKS, UNSPACED, telling_words
 
 # Limits, because a call's first token compares every word of the question.
 MOST_BYTES = 64         # longer tokens are not used for copying
@@ -26,8 +28,8 @@ MOST_TAIL = 4           # bytes of a stretch in a token that also closes the cal
 MOST_QUESTION = 2000    # bytes used of what the user wrote, the last ones
 # The calls whose text is the user's.
 COPYING_CALLS = (*QUERIES, "spell")
-# An unfinished call: its quotation mark and what follows.
-CALL_TEXT = re.compile(rf"\s*(?:{'|'.join(COPYING_CALLS)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
+# An unfinished call: its name, its quotation mark and what follows.
+CALL_TEXT = re.compile(rf"\s*({'|'.join(COPYING_CALLS)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
 REFUSAL_BEGINS = 12     # bytes after which an answer counts as a refusal
 # A blank, a word, or one other character. Marks belong to the character before them. In scripts without blanks each
 # character is a word.
@@ -124,12 +126,35 @@ def word_edges(text: str) -> tuple[list[int], list[int]]:
     return starts, ends
 
 
+def telling_edges(text: str) -> tuple[list[int], list[int]]:
+    """The edges of the stretches that have all words of a text that tell what it is about, as `word_edges`."""
+    data, telling = text.encode(), telling_words(text)
+    starts, ends = word_edges(text)
+
+    def keep(edges: Iterable[int], cut: Callable[[int], slice]) -> Iterator[int]:
+        for edge in edges:
+            left = telling_words(data[cut(edge)].decode())
+            if left == telling:
+                yield edge
+            # More is left if "how long" has been cut: "long" alone tells something.
+            elif len(left) < len(telling):
+                return
+
+    return list(keep(starts, lambda edge: slice(edge, None))), [*keep(reversed(ends), slice)][::-1]
+
+
 class Copying:
     """What one answer may copy. `add` gets every token of the answer, including the tools' tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], stop: Sequence[int]) -> None:
-        """prompt: what the answer continues; stop: the tokens that may end it."""
-        self.vocabulary, self.prompt = vocabulary, prompt
+    def __init__(
+        self, vocabulary: Vocabulary, questions: Sequence[str], stop: Sequence[int], asked: str = "",
+        must_call: bool = False,
+    ) -> None:
+        """
+        questions: what the user wrote; stop: the tokens that may end the answer; asked: words that a search must have,
+        if it is one's own library; must_call: the answer begins with a call.
+        """
+        self.vocabulary, self.questions, self.asked, self.must_call = vocabulary, questions, asked, must_call
         # With a client's own functions <|python_end|> ends an answer, but it closes a call, never a quotation.
         self.stop = {token for token in stop if vocabulary.is_special(token)} - {vocabulary.python_end}
         self.special: int | None = None     # the answer's last special token
@@ -143,6 +168,7 @@ class Copying:
     def add(self, token: int) -> None:
         """Add the answer's next token."""
         vocabulary = self.vocabulary
+        self.must_call = False
         if vocabulary.is_special(token):
             self._after_special(token)
         else:
@@ -155,20 +181,22 @@ class Copying:
     @property
     def allowed(self) -> list[int] | None:
         """The tokens that may come next; None: all. Milliseconds at the beginning of a call with a long question."""
+        if self.must_call:
+            return [self.vocabulary.python_start]
         if self.copy is None:
             return None
         rests = self.copy.rests(self.written)
         tokens = set().union(*map(self.vocabulary.beginnings, rests))
         if b"" in rests:
             tokens |= self.copy.after
-        if tokens and not self.written and self.special == self.vocabulary.output_end:
+        if tokens and not self.written and self.special == self.vocabulary.output_end and not self.asked:
             tokens.add(self.vocabulary.python_start)    # instead of quoting, the model may look up something else
         return list(tokens) or None
 
     def allows(self, token: int) -> bool:
         """Whether this token may come next. Quick for one that goes on with the copied text, as most do."""
         if self.copy is None:
-            return True
+            return not self.must_call or token == self.vocabulary.python_start
         if not self.vocabulary.is_special(token):
             more = self.vocabulary.bytes_of[token]
             if len(more) <= MOST_BYTES and any(rest.startswith(more) for rest in self.copy.rests(self.written)):
@@ -202,14 +230,19 @@ class Copying:
         call = CALL_TEXT.match(self.written)
         if call is None:
             return None
-        quote = call[1] or b'"'
-        starts, ends = word_edges(question := self._question())
+        quote = call[2] or b'"'
+        if self.asked and call[1].decode() in QUERIES:
+            question = self.asked
+            starts, ends = telling_edges(question)
+        else:
+            question = self._question()
+            starts, ends = word_edges(question)
         if not starts:
             return None
-        opening = self.written[: call.start(1)] + quote
+        opening = self.written[: call.start(2)] + quote
         return Copy(question.encode(), starts, ends, {self.vocabulary.python_end}, opening, quote + b")")
 
     def _question(self) -> str:
         """The end of what the user wrote."""
-        text = "\n".join(self.vocabulary.questions(self.prompt)).encode()
+        text = "\n".join(self.questions).encode()
         return text[-MOST_QUESTION:].decode(errors="ignore").rstrip()

@@ -93,6 +93,7 @@ class Engine:
         self.tools = tools
         special = tokenizer.encode_special
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
+        self.assistant_start = special("<|assistant_start|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
         self.vocabulary = Vocabulary(tokenizer) if tools.copying else None
         self.clear()
@@ -114,11 +115,15 @@ class Engine:
         assert len(prompt) + limit - 1 <= self.capacity, "no memory was set aside for so many tokens"
         stop = default_stop(self.tokenizer) if sampling.stop is None else sampling.stop
         answers = []
+        questions = self.vocabulary.questions(prompt) if self.vocabulary else []
+        asked, found = self.tools.asked(questions) if self.tools.is_own else ("", False)
         for i in range(num_samples):
             rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
             copying = None
             if self.vocabulary and sampling.tools:
-                copying = Copying(self.vocabulary, prompt, stop)
+                # An answer that has begun goes on as it likes.
+                begins = prompt[-1] == self.assistant_start and self.python_end not in stop
+                copying = Copying(self.vocabulary, questions, stop, asked, found and begins)
             answers.append(Answer(prompt, sampling, stop, limit, rng, Sampler(sampling, copying)))
         self.waiting.extend(answers)
         return answers
@@ -277,8 +282,9 @@ class Engine:
             answer.expression = None
             result = self._call(answer, expression)
             if result == NOTHING and self.vocabulary and answer.calls < MOST_CALLS:
-                wider = self.tools.wider(expression, self.vocabulary.questions(answer.prompt))
-                if wider:
+                asked, found = self.tools.asked(self.vocabulary.questions(answer.prompt))
+                if found:
+                    wider = f'search("{asked}")'
                     answer.output.extend([self.python_start, *self.tokenizer.encode(wider), self.python_end])
                     self._call(answer, wider)
         elif answer.expression is not None:

@@ -10,12 +10,14 @@ here.
 """
 import difflib
 import math
+import re
 import threading
 import unicodedata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanochat.inference.words import common_stems, normal_form, parts, stems, telling_words
+from nanochat.data.sentences import CODE, sentence_ends
+from nanochat.inference.words import begins_back, common_stems, normal_form, parts, stems, telling_words, words
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import base_dir
 
@@ -31,8 +33,15 @@ TERMS = 8
 CANDIDATES = 20
 # A passage answers a question only if it has more than this share of the question's weight.
 ENOUGH = 0.5
+# The share by which a question's last telling word, mostly its subject, counts more there: it decides about halves.
+LAST = 0.1
+# A stem weighs as much if at most every second passage has it.
+RARE = math.log(3)
+# A word after the first may be a name, if it begins with a capital letter. A call's text begins with a blank if there
+# are words before it.
+NAME = re.compile(r"(?<=\s)[^\W\d_]\w*")
 # Format of the file: other formats cannot be read. It changes with the stems and the tables.
-FORM = "3"
+FORM = "4"
 # The lowest difflib ratio for the last part of a misspelled title.
 SIMILAR = 0.85
 # The most work of one `lookup` or `search`, in units of WORK_UNIT steps of SQLite's virtual machine: half a second to a
@@ -55,12 +64,14 @@ RANKED = f"""SELECT one.title, one.text, one.place, before.place, about, sentenc
 (SELECT rowid AS id, rank AS score FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best
 JOIN passages AS one ON one.id = best.id JOIN stems ON stems.rowid = best.id
 LEFT JOIN passages AS before ON before.id = best.id - 1 ORDER BY best.score"""
+PLACES = "SELECT place FROM stems JOIN passages ON id = stems.rowid WHERE stems MATCH '\"' || ? || '\"'"
 
 
 class Passage(NamedTuple):
     title: str
-    text: str
-    place: str  # such as "notes/wine.md:14"
+    text: str           # from the sentence that answers
+    place: str          # where the text begins, such as "notes/wine.md:14"
+    before: str = ""    # the passage's sentences before the text
 
 
 class SearchFailed(UserError):
@@ -90,6 +101,7 @@ class Library:
                 raise ValueError("made by another version")
         except (sqlite3.Error, LookupError, ValueError) as error:
             raise UserError(f"{path} is no library, or damaged ({error}): make it again, {COMMAND}") from error
+        self.is_own = self.manifest["source"] != "python"
         self.connection.set_progress_handler(self.spend, WORK_UNIT)
 
     def lookup(self, title: str) -> Passage | None:
@@ -114,7 +126,7 @@ class Library:
         """The passage with this title; else with the shortest title that ends in it."""
         key = key_of(title)
         rows = self.query(NAMED, last_part(key), key, title) if key else []
-        return Passage(*rows[0]) if rows else None
+        return passage_of(*rows[0]) if rows else None
 
     def named_in(self, text: str) -> Passage | None:
         """The passage whose title is a word of the text that must be a name: it has a dot, a digit, …"""
@@ -125,47 +137,90 @@ class Library:
         return None
 
     def search(self, words: str) -> Passage | None:
-        """The passage with these words as title; else the best about them; None if none has enough of them."""
+        """
+        The passage with these words as title; else the best about them; None if none has enough of them. Words before
+        the last line are its context: they have half the weight, and a passage needs a word of the last line.
+        """
         self.work = MOST_WORK
-        question = words[:LONGEST]
-        words = " ".join(telling_words(question))
-        if not words:
+        words = words[-LONGEST:]
+        question = words.rpartition("\n")[2]
+        telling = " ".join(telling_words(words))
+        if not telling:
             return None
-        named = self.titled(words)
+        named = self.titled(telling)
         if named:
             return named
-        # A compound is replaced by its parts, because the library may have them in other compounds.
-        words = " ".join(part for word in words.split() for part in parts(word, self.count) or [word])
+        common = common_stems(words)
         # Sorted, so ties do not depend on the process's hash seed.
-        weights = self.weights(sorted(set(stems(words))), common_stems(question))
+        weights = self.weights(sorted(self.stems(telling)), common)
+        asked = weights.keys() & self.stems(" ".join(telling_words(question))) - common
+        if asked:
+            weights = {stem: weight if stem in asked else weight / 2 for stem, weight in weights.items()}
+        files = self.files_with_names(question, weights) if self.is_own else None
 
-        def weight_in(found: list[str]) -> float:
-            return sum(weights[stem] for stem in weights.keys() & set(found))
+        def weight_in(found: set[str]) -> float:
+            return sum(weights[stem] for stem in sorted(weights.keys() & found))
 
-        total = sum(weights.values())
+        # Python's passages are not asked about by subject, and "json.partition" is one word.
+        tellings = map(telling_words, question.split()[::-1] if self.is_own else ())
+        last = self.stems(" ".join(next(filter(None, tellings), ())))
+        total = sum(weights.values()) + LAST * weight_in(last)
         ranking, firsts = [], {}
         rarest = sorted(weights, key=weights.get)[-TERMS:]
         # BM25 gives no weight to a stem that half of the passages have, but ranking those takes most of the time. A
         # passage that has only such stems is no answer if they have less than ENOUGH of the question's weight.
-        rare = [stem for stem in rarest if weights[stem] >= math.log(3)]
-        if weight_in(rare) >= (1 - ENOUGH) * total:
+        rare = [stem for stem in rarest if weights[stem] >= RARE]
+        if weight_in(set(rare)) >= (1 - ENOUGH) * total:
             rarest = rare
         rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""')
         for title, text, place, before, *columns, score in rows:
-            about, sentence, rest = map(str.split, columns)
+            about, sentence, rest = (set(column.split()) for column in columns)
+            found = about | sentence | rest
             # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence, so its
             # words count more; between equal matches, a shorter one is better.
-            in_all = weight_in(about + sentence + rest)
-            score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(sentence)
+            in_all = weight_in(found)
+            score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(columns[1].split())
             if file_of(place) != file_of(before or ""):
                 firsts[file_of(place)] = in_all
-            if in_all > ENOUGH * total:
-                ranking.append((score, Passage(title, text, place)))
+            is_enough = in_all + LAST * weight_in(last & found) > ENOUGH * total and (not asked or asked & found)
+            # A passage of nothing but words of the question, such as a link, says nothing about them.
+            if is_enough and not sentence | rest <= weights.keys() and (files is None or file_of(place) in files):
+                ranking.append((score, about, title, text, place))
         if not ranking:
             return None
         # A file's beginning says what the file is about, so its first passage also counts in the choice of the file.
-        best = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(file_of(row[1].place), 0))[1]
-        return max(row for row in ranking if file_of(row[1].place) == file_of(best.place))[1]
+        best = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(file_of(row[-1]), 0))
+        in_file = [row for row in ranking if file_of(row[-1]) == file_of(best[-1])]
+        _, about, title, text, place = max(in_file, key=lambda row: row[0])
+        if not self.is_own:
+            # Python's documentation is quoted from its first sentence, which says what the object is.
+            return passage_of(title, text, place)
+        starts = [0, *(end + text[end : end + 1].isspace() for end in sentence_ends(text)[:-1])]
+        sentences = [self.stems(text[start:end]) for start, end in zip(starts, [*starts[1:], len(text)])]
+        # The words of title and headings are those of all its sentences.
+        in_each = [weight_in(found) - weight_in(found & about) / 2 for found in sentences]
+        chosen = in_each.index(max(in_each))
+        while chosen and begins_back(text[starts[chosen] :]):
+            chosen -= 1
+        return passage_of(title, text, place, starts[chosen])
+
+    def files_with_names(self, question: str, weights: dict[str, float]) -> set[str] | None:
+        """
+        The files that have all names of a question, of those that the library has; None: no names. What another file
+        says about a parrot's age does not answer "How old is Marek?" if the library knows a Marek.
+        """
+        files = None
+        for name in NAME.findall(question):
+            for stem in self.stems(name) if name[0].isupper() else ():
+                rows = self.query(PLACES, stem) if weights.get(stem, 0) >= RARE else []
+                if rows:
+                    having = {file_of(place) for place, in rows}
+                    files = having if files is None else files & having
+        return files
+
+    def stems(self, text: str) -> set[str]:
+        """The stems of a text; of a compound those of its parts, which the library may have in other compounds."""
+        return set(stems(" ".join(part for word in words(text) for part in parts(word, self.count) or [word])))
 
     def weights(self, asked: list[str], common: frozenset[str]) -> dict[str, float]:
         """
@@ -208,6 +263,18 @@ def connect(address: str) -> "sqlite3.Connection":
     except Exception as error:
         raise UserError("a library needs SQLite with FTS5, which this Python lacks; try another Python") from error
     return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
+
+
+def passage_of(title: str, text: str, place: str, start: int = 0) -> Passage:
+    """
+    A row of the table, from one of its sentences. In its text a line ends where the source's does; code stays in lines.
+    """
+    prose, fence, code = text.partition(CODE)
+    before, text = (part.replace("\n", " ") for part in (prose[:start], prose[start:]))
+    if lines := prose.count("\n", 0, start):
+        file, _, line = place.rpartition(":")
+        place = f"{file}:{int(line) + lines}"
+    return Passage(title, text + fence + code, place, before)
 
 
 def library_path(name: str) -> Path:

@@ -18,7 +18,7 @@ from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.inference.retrieval import Library, Passage, SearchFailed, library_path
-from nanochat.inference.words import common_stems, stems, telling_words
+from nanochat.inference.words import refers_back, telling_words
 
 NOTHING = "nothing"
 # What a model is trained to say after "nothing"; the name is in quotation marks unless it begins with a blank.
@@ -36,7 +36,7 @@ REFUSALS = {
 MOST_CALLS = 3
 # A result may fill 1 / RESULT_SHARE of the context: the question comes before it, and the answer quotes it.
 RESULT_SHARE = 3
-# Most characters of a user's question that is looked up as a whole, if the model's own words find nothing.
+# Characters of a user's question that are looked up as a whole, the last ones.
 MOST_WORDS = 200
 # Methods of a library that a model can call.
 QUERIES = ("lookup", "search")
@@ -46,13 +46,14 @@ TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
 class Tools:
     """
     What an engine can call. library: where passages are looked up; None: nothing is found. copying: whether the model
-    must look up the user's words and quote the passage's (nanochat/inference/copying.py), and whether `wider` is used;
+    must look up the user's words and quote the passage's (nanochat/inference/copying.py);
     only with a library.
     """
 
     def __init__(self, library: Library | None = None, copying: bool = True) -> None:
         self.library = library
         self.copying = copying and library is not None
+        self.is_own = self.copying and library.is_own
 
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds; if the library is not read to the end, a sentence that says so."""
@@ -60,7 +61,7 @@ class Tools:
         if call is None or self.library is None or call[1] not in QUERIES:
             return None
         try:
-            return getattr(self.library, call[1])(call[3].strip())
+            return getattr(self.library, call[1])(call[3])
         except SearchFailed as error:
             return Passage(str(error), str(error), self.library.path.name)
 
@@ -73,22 +74,24 @@ class Tools:
         calls = sum(part["type"] == "python" and is_call(part["text"]) for part in before)
         return self.find(call["text"]) if calls < MOST_CALLS else None
 
-    def wider(self, expression: str, questions: Sequence[str]) -> str | None:
+    def asked(self, questions: Sequence[str]) -> tuple[str, bool]:
         """
-        A search that finds something when this one has found nothing: for the user's last question; or for that and
-        the question before it, if the passage has a word of the last question ("And the rear tyre?").
+        What to search for to answer the user's last question, and whether something is found: the question; or, after a
+        line with the questions that it goes on from, at once if it refers back ("And the rear tyre?").
         """
-        call = TOOL_CALL.fullmatch(expression)
-        if call is None or call[1] not in QUERIES or not questions:
-            return None
+        if not questions:
+            return "", False
         # A system message stands in the same turn as the first question.
-        last, *before = [question.rpartition("\n\n")[2] for question in questions[:-3:-1]]
-        for words in [last, *(f"{last} {question}" for question in before)]:
-            wider = f'search("{words}")'
-            passage = self.find(wider) if len(words) <= MOST_WORDS else None
-            if passage and (words == last or shares_word(passage, last)):
-                return wider
-        return None
+        *before, last = [question.rpartition("\n\n")[2].replace("\n", " ") for question in questions[-3:]]
+        searches = [last[-MOST_WORDS:]]
+        if before and (refers_back(last) or telling_words(last)):
+            begins = max((number for number, question in enumerate(before) if not refers_back(question)), default=0)
+            context = " ".join(before[begins:])[-MOST_WORDS:]
+            searches.insert(0 if refers_back(last) else 1, f"{context}\n{searches[0]}")
+        for words in searches:
+            if self.find(f'search("{words}")'):
+                return words, True
+        return last[-MOST_WORDS:], False
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int, context: int) -> str | None:
         """
@@ -116,12 +119,6 @@ def open_tools(library: str | None, copying: bool = True) -> Tools:
     return Tools(Library(path), copying)
 
 
-def shares_word(passage: Passage, question: str) -> bool:
-    """Whether a passage has one of the words that say what a question is about, in any form."""
-    asked = set(stems(" ".join(telling_words(question)))) - common_stems(question)
-    return not asked.isdisjoint(stems(f"{passage.title} {passage.text}"))
-
-
 def refusal(asked: str) -> str:
     """The English answer to a call with this text that found nothing. A blank before the text belongs to its token."""
     return REFUSAL.format(asked if asked.startswith(" ") else f' "{asked}"')
@@ -133,7 +130,6 @@ def is_call(expression: str) -> bool:
 
 def shortened(text: str, tokenizer: Tokenizer, size: int) -> str:
     """The first sentences of a text, up to `size` tokens; if the first has more, its beginning."""
-    text = " ".join(text.split())
     for end in reversed(sentence_ends(text)):
         if len(tokenizer.encode(text[:end])) <= size:
             return text[:end]

@@ -48,7 +48,11 @@ def normal_form(text: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    return WORD.findall(normal_form(HUMP.sub(" ", text)))
+    return WORD.findall(separated(text))
+
+
+def separated(text: str) -> str:
+    return normal_form(HUMP.sub(" ", text))
 
 
 def stems(text: str) -> list[str]:
@@ -92,11 +96,21 @@ def parts(word: str, count: Callable[[str], int]) -> list[str]:
 def telling_words(question: str) -> list[str]:
     """The words, or parts of a text without blanks, that say what a question is about. Hiragana rarely does."""
     found = []
-    for word in words(question):
+    for word in WORD.findall(ASKING.sub(" ", separated(question))):
         for part in PHRASES.split(word):
             if part and part not in STOP_WORDS and not re.fullmatch(f"[{HIRAGANA}]+", part):
                 found.append(part)
     return found
+
+
+def refers_back(question: str) -> bool:
+    """Whether a question goes on from the one before, such as "And the rear tyre?" and "How old is she?"."""
+    return bool(PRONOUN.search(normal_form(question))) or begins_back(question)
+
+
+def begins_back(sentence: str) -> bool:
+    """Whether a sentence begins with a word that needs the sentence before it."""
+    return bool(BEGINNING.match(normal_form(sentence)))
 
 
 def common_stems(question: str) -> frozenset[str]:
@@ -104,8 +118,19 @@ def common_stems(question: str) -> frozenset[str]:
     return COMMON_STEMS.intersection(stem(word.strip(".,:;!?")) for word in normal_form(question).split())
 
 
+def phrases(key: str) -> str:
+    """A pattern for the words and phrases that languages.toml lists under a key."""
+    listed = normal_form(",".join(data[key] for data in LANGUAGES.values()).replace("\n", " ")).split(",")
+    # The longest first. In scripts without blanks words have no edges.
+    longest = sorted(map(str.strip, listed), key=len, reverse=True)
+    return "|".join(one if one >= UNSPACED[0] else rf"\b{one}\b" for one in longest)
+
+
 LANGUAGES = tomllib.loads(Path(__file__).with_name("languages.toml").read_text("utf-8"))
 STOP_WORDS = frozenset(normal_form(" ".join(data["stop"] for data in LANGUAGES.values())).split())
 # Chinese stop words are cut out of their text; the longest first.
 PHRASES = re.compile("|".join(sorted(filter(re.compile(f"[{UNSPACED}]").match, STOP_WORDS), key=len, reverse=True)))
 COMMON_STEMS = frozenset(stems(" ".join(data.get("common", "") for data in LANGUAGES.values())))
+ASKING = re.compile(phrases("ask"))
+PRONOUN = re.compile(phrases("pronouns"))
+BEGINNING = re.compile(rf"\W*(?:{phrases('pronouns')}|{phrases('links')})")

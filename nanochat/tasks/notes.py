@@ -71,6 +71,8 @@ class Notes(Drawn):
 class Folder:
     """A test split's notes in place of a library. A search with all of a note's words finds it; more words are fine."""
 
+    is_own = False
+
     def __init__(self, notes: dict[str, str]) -> None:
         self.notes = notes
 

@@ -167,8 +167,13 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
     if Telling("", reply) == fact.held_out:
         reply = f"It is {word}."
     relation = fact.noun if fact.noun.endswith("{s}") and asked == "a" else ""
-    # Sums are calculated, as in the arithmetic task: a model that sees both ways also guesses larger sums.
-    calls = ((slots["s"], word),) if fact.topic == "sums" else ()
+    # Sums are calculated, and words spelled, as in the tasks: a model that sees both ways also guesses larger sums, and
+    # the letters of words that it has not read.
+    calls: tuple[tuple[str, str], ...] = ()
+    if fact.topic == "sums":
+        calls = ((slots["s"], word),)
+    elif fact.topic == "spelling":
+        calls, reply = ((f'spell(" {slots["s"]}")', word),), f"{word}."
     return Item(question, reply, frozenset(right), relation, calls)
 
 
