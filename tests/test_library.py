@@ -57,14 +57,15 @@ def refused(path: Path) -> str:
 
 @pytest.mark.parametrize("kind", VAULT)
 def test_a_note_becomes_passages_each_with_heading_and_line(kind, folder):
-    (folder / "note.md").write_bytes(VAULT[kind]["note"].encode())
+    suffix = VAULT[kind].get("suffix", "md")
+    (folder / f"note.{suffix}").write_bytes(VAULT[kind]["note"].encode())
     found = [f"{found.place} {found.title} | {found.text}".replace("\n", "↵") for found in passages(made(folder))]
-    assert found == [f"notes/note.md:{line}" for line in VAULT[kind]["passages"].strip().split("\n")]
+    assert found == [f"notes/note.{suffix}:{line}" for line in VAULT[kind]["passages"].strip().split("\n")]
 
 
 def test_notes_as_people_keep_them_are_found_and_what_is_private_is_not_kept(folder):
     for number, case in enumerate(VAULT.values()):
-        (folder / f"{number}.md").write_bytes(case["note"].encode())
+        (folder / f"{number}.{case.get('suffix', 'md')}").write_bytes(case["note"].encode())
     library = made(folder)
     for line in "\n".join(case.get("questions", "") for case in VAULT.values()).split("\n"):
         question, _, answer = line.partition(" | ")
