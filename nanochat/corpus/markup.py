@@ -1,9 +1,10 @@
 """Org and HTML as Markdown, for a library."""
 import re
+from typing import Any
 
 INLINE = "a|abbr|b|code|del|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|td|th"  # passages.py knows these
 # What is found, and what it becomes, in this order.
-RULES = {
+RULES: dict[str, dict[str, Any]] = {
     "org": {
         r"(?i)^#\+title:": "#",
         r"^\*+(?= )": lambda stars: "#" + "#" * len(stars[0]),
