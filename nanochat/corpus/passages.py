@@ -45,7 +45,7 @@ LEVELS = " =-~^"  # what underlines a heading of level 1, 2, …
 
 # ---- Lines
 QUOTE = re.compile(r"(?m)^(?: {0,3}>(?: |$))+")
-ITEM = re.compile(r"\A[ \t]*(?:(?:[*+•|-][ \t]+)+|(?=\d+[.)][ \t]))")  # a number stays: "14. März" is a date
+ITEM = re.compile(r"\A[ \t]*(?:(?:[*+•|-][ \t]+)+|(?=\d{1,3}[.)][ \t]))")  # a number stays: "14. März" is a date
 KEY = re.compile(r"[*_]*\w[^:/\n]{0,30}:[:*_]*(?:\s|$)")
 # A text that goes on in the next line, however long it is: a callout's title, and what ends with these marks.
 GOES_ON = re.compile(r"""\A\[!|[.!?…:,;।。！？、，][*_"'”’»)\]」』]*$""")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSALS, TOOL_CALL, refusal
-from nanochat.inference.words import MARKS, UNSPACED, telling_words
+from nanochat.inference.words import MARKS, UNSPACED, begins_back, telling_words
 
 # Limits, because a call's first token compares every word of the question.
 MOST_BYTES = 64         # longer tokens are not used for copying
@@ -210,7 +210,8 @@ class Copying:
         self.special, self.written, self.copy, self.held = token, b"", None, []
         if token == vocabulary.python_end:
             call = TOOL_CALL.fullmatch(written)
-            self.tool, self.called = (call[1], call[3]) if call else ("", "")
+            # A line before the last one is the question that this goes on from.
+            self.tool, self.called = (call[1], call[3].rpartition("\n")[2]) if call else ("", "")
         elif token == vocabulary.output_end and self.tool in COPYING_CALLS:
             tool, self.tool = self.tool, ""
             if written == NOTHING:
@@ -223,7 +224,9 @@ class Copying:
                     self.held = [copy_up_to(written, [len(written)], set())]
                     self.held_from = len(written[:2].encode())
             else:
-                self.copy = copy_up_to(written, sentence_ends(written), self.stop)
+                # "It weighs 5 kg." belongs to the sentence before it.
+                ends = [end for end in sentence_ends(written) if not (self.asked and begins_back(written[end:]))]
+                self.copy = copy_up_to(written, ends, self.stop)
 
     def _copy_of_question(self) -> Copy | None:
         """The user's words, once a call's name has been written."""

@@ -197,8 +197,9 @@ class Library:
             return passage_of(title, text, place)
         starts = [0, *(end + text[end : end + 1].isspace() for end in sentence_ends(text)[:-1])]
         sentences = [self.stems(text[start:end]) for start, end in zip(starts, [*starts[1:], len(text)])]
-        # The words of title and headings are those of all its sentences.
-        in_each = [weight_in(found) - weight_in(found & about) / 2 for found in sentences]
+        # Words of the last line first; words of title and headings belong to all sentences.
+        in_each = [(weight_in(found & asked) - weight_in(found & asked & about) / 2, weight_in(found))
+                   for found in sentences]
         chosen = in_each.index(max(in_each))
         while chosen and begins_back(text[starts[chosen] :]):
             chosen -= 1

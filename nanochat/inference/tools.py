@@ -18,7 +18,7 @@ from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.inference.retrieval import Library, Passage, SearchFailed, library_path
-from nanochat.inference.words import refers_back, telling_words
+from nanochat.inference.words import begins_back, has_pronoun, telling_words
 
 NOTHING = "nothing"
 # What a model is trained to say after "nothing"; the name is in quotation marks unless it begins with a blank.
@@ -83,15 +83,17 @@ class Tools:
             return "", False
         # A system message stands in the same turn as the first question.
         *before, last = [question.rpartition("\n\n")[2].replace("\n", " ") for question in questions[-3:]]
-        searches = [last[-MOST_WORDS:]]
-        if before and (refers_back(last) or telling_words(last)):
-            begins = max((number for number, question in enumerate(before) if not refers_back(question)), default=0)
-            context = " ".join(before[begins:])[-MOST_WORDS:]
-            searches.insert(0 if refers_back(last) else 1, f"{context}\n{searches[0]}")
+        last = last[-MOST_WORDS:]
+        searches = [last]
+        if before and (begins_back(last) or has_pronoun(last) or telling_words(last)):
+            begins = max((number for number, question in enumerate(before) if not begins_back(question)), default=0)
+            together = f"{' '.join(before[begins:])[-MOST_WORDS:]}\n{last}"
+            # "How old is he?" alone would be answered with anyone's age.
+            searches = [together] if has_pronoun(last) else [together, last] if begins_back(last) else [last, together]
         for words in searches:
             if self.find(f'search("{words}")'):
                 return words, True
-        return last[-MOST_WORDS:], False
+        return searches[0], False
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int, context: int) -> str | None:
         """

@@ -103,13 +103,13 @@ def telling_words(question: str) -> list[str]:
     return found
 
 
-def refers_back(question: str) -> bool:
-    """Whether a question goes on from the one before, such as "And the rear tyre?" and "How old is she?"."""
-    return bool(PRONOUN.search(normal_form(question))) or begins_back(question)
+def has_pronoun(question: str) -> bool:
+    """Whether a question asks about someone or something that was named before it: "How old is she?"."""
+    return bool(PRONOUN.search(normal_form(question)))
 
 
 def begins_back(sentence: str) -> bool:
-    """Whether a sentence begins with a word that needs the sentence before it."""
+    """Whether a sentence or question begins with a word that needs the one before it: "And the rear tyre?"."""
     return bool(BEGINNING.match(normal_form(sentence)))
 
 
