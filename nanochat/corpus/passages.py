@@ -158,7 +158,7 @@ def visible(found: re.Match[str]) -> str:
     lines = ["", ""]
     for row in rows:
         named = [f"{name}: {cell}" if name else cell for name, cell in zip_longest(columns, row, fillvalue="") if cell]
-        lines.append(f"- {', '.join(named).rstrip('.')}.")
+        lines.append(f"- {', '.join(named).rstrip('.')}." if named else "")
     return "\n".join(lines)
 
 
