@@ -2,7 +2,7 @@
 Make a library that the assistant looks things up in: one file, in NANOCHAT_BASE_DIR/library.
 
     python -m scripts.library                     # the documentation of Python's standard library, offline
-    python -m scripts.library --source=~/notes    # .txt .md .rst .jsonl .json .csv .tsv .parquet
+    python -m scripts.library --source=~/notes    # .txt .md .rst .org .html .jsonl .json .csv .tsv .parquet
 
 The same command replaces the whole file.
 """

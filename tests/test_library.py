@@ -18,6 +18,7 @@ import pytest
 from conftest import REPO
 
 from nanochat.corpus.make_library import make_library, open_library
+from nanochat.corpus.own_files import fingerprint
 from nanochat.corpus.passages import text_passages
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference import retrieval as reader
@@ -27,28 +28,7 @@ from nanochat.inference.words import parts
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.lookup import passages_of
 
-WINE = """---
-tags: [drinks]
----
-# Wine
-
-The cellar key hangs behind the [kitchen](house.md) door. Ask Ada if it is gone.
-Red wine stands on the left.
-
-<!-- to do:
-# More -->
-- Riesling is kept at nine degrees.
-- Merlot is kept at sixteen degrees.
-
-```
-# no heading
-```
-
-Old bottles
------------
-
-The oldest bottle is from 1961.
-"""
+VAULT = tomllib.loads((REPO / "tests/vault.toml").read_text("utf-8"))
 
 
 @pytest.fixture
@@ -74,15 +54,22 @@ def refused(path: Path) -> str:
 
 # ---- What is in a library
 
-def test_markdown_becomes_passages_with_heading_and_line(folder):
-    (folder / "wine.md").write_text(WINE)
-    assert [passage[:3] for passage in passages(made(folder))] == [
-        ("Wine", "The cellar key hangs behind the kitchen door. Ask Ada if it is gone.\nRed wine stands on the left.",
-         "notes/wine.md:6"),
-        ("Wine", "Riesling is kept at nine degrees.", "notes/wine.md:11"),
-        ("Wine", "Merlot is kept at sixteen degrees.\n```\n# no heading\n```", "notes/wine.md:12"),
-        ("Old bottles", "The oldest bottle is from 1961.", "notes/wine.md:21"),
-    ]
+@pytest.mark.parametrize("kind", VAULT)
+def test_a_note_becomes_passages_each_with_heading_and_line(kind, folder):
+    suffix = VAULT[kind].get("suffix", "md")
+    (folder / f"note.{suffix}").write_bytes(VAULT[kind]["note"].encode())
+    found = [f"{found.place} {found.title} | {found.text}".replace("\n", "↵") for found in passages(made(folder))]
+    assert found == [f"notes/note.{suffix}:{line}" for line in VAULT[kind]["passages"].strip().split("\n")]
+
+
+def test_notes_as_people_keep_them_are_found_and_what_is_private_is_not_kept(folder):
+    for number, case in enumerate(VAULT.values()):
+        (folder / f"{number}.{case.get('suffix', 'md')}").write_bytes(case["note"].encode())
+    library = made(folder)
+    for line in "\n".join(case.get("questions", "") for case in VAULT.values()).split("\n"):
+        question, _, answer = line.partition(" | ")
+        assert not question or answer in library.search(question).text, question
+    assert b"zanzi" not in library.path.read_bytes()
 
 
 def test_every_kind_of_file_says_its_place(folder):
@@ -90,14 +77,16 @@ def test_every_kind_of_file_says_its_place(folder):
     stories = "First story.\nIt ends.\n<|endoftext|>\n\nSecond story.\n<|endoftext|>\nThird.\n"
     (folder / "sub" / "a.txt").write_text(stories)
     (folder / "b.md.gz").write_bytes(gzip.compress(b"# Packed\n\nThis one is compressed.\n"))
-    (folder / "c.jsonl").write_text('{"text": "Row one of c."}\n{"text": "Row two of c."}\n')
+    (folder / "c.jsonl").write_text(r'{"text": "Row one\nof c.\n```\nls\npwd\n```"}' + '\n{"text": "Row two of c."}\n')
     (folder / "d.csv").write_text("text\nRow one of d.\nRow two of d.\n")
     pq.write_table(pa.table({"text": ["Row one of e.", "Row two of e."]}), folder / "e.parquet")
     (folder / "ignored.py").write_text("text = 'not read'")
     (folder / ".hidden.md").write_text("not read")
-    assert [(passage.title, passage.place.removeprefix("notes/")) for passage in passages(made(folder))] == [
+    library = made(folder)
+    assert [(passage.title, passage.place.removeprefix("notes/")) for passage in passages(library)] == [
         ("Packed", "b.md.gz:3"), ("c", "c.jsonl:1"), ("c", "c.jsonl:2"), ("d", "d.csv:1"), ("d", "d.csv:2"),
         ("e", "e.parquet:1"), ("e", "e.parquet:2"), ("a", "sub/a.txt:1"), ("a", "sub/a.txt:5"), ("a", "sub/a.txt:7")]
+    assert passages(library)[1].text == "Row one of c.\n```\nls\npwd\n```", "a row has no lines, but code has"
 
 
 def test_passages_are_at_most_300_characters_cut_at_sentences_and_lose_nothing(folder):
@@ -279,6 +268,20 @@ def test_a_changed_file_is_read_again_as_before_wherever_its_library_lies(folder
         tools.refresh()
     assert capsys.readouterr().err.count("nothing to read") == 1
     assert tools.library.lookup("a").text == Library(moved).lookup("a").text == "R\xf6tlich."
+
+
+def test_the_manifest_has_what_makes_the_same_library_and_sees_any_change_of_a_file(folder):
+    note = folder / "a.md"
+    note.write_text("First.")
+    manifest = made(folder, field="body", encoding="latin-1").manifest
+    (folder / "a.png").write_text("not read")
+    assert fingerprint(manifest["source"]) == manifest["files"]
+    assert {"name": "notes", "field": "body", "encoding": "latin-1"}.items() <= manifest.items()
+    states = {""}
+    for change in (lambda: os.utime(note, (9, 9)), lambda: (folder / "b.md").touch(), note.unlink):
+        change()
+        states.add(fingerprint(manifest["source"]))
+    assert len(states - {manifest["files"]}) == 4
 
 
 def test_a_bad_file_is_named_and_the_others_are_read(folder, capsys):

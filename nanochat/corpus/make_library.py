@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
 
+from nanochat.corpus.markup import markdown
 from nanochat.corpus.own_files import (
-    KIND,
     KINDS,
+    LIBRARY_KIND,
     TEXTS,
     Notes,
     file_texts,
@@ -70,7 +71,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         path = own_path(source, "python, or a folder or file of your own")
         source = str(path)
         files = fingerprint(source)  # before they are read: a file that changes meanwhile is noticed
-        name = name or KIND.sub("", path.name)
+        name = name or LIBRARY_KIND.sub("", path.name)
         passages = file_passages(path, encoding, field, quiet)
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
@@ -160,14 +161,16 @@ def open_library(file: str | None, copying: bool = True) -> Tools:
 def file_passages(source: Path, encoding: str, field: str, quiet: bool) -> Iterator[tuple[str, str, str, str]]:
     """(title, text, place, context) of all files' passages; then, unless quiet, what could not be read is printed."""
     notes = Notes(list)
-    for file in files_below(source, notes):
+    for file in files_below(source, notes, LIBRARY_KIND):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
-        stem = KIND.sub("", Path(name).name)
-        has_lines = kind_of(file) in TEXTS
+        stem = LIBRARY_KIND.sub("", Path(name).name)
+        kind = kind_of(file)
+        has_lines = kind in TEXTS and kind != "html"
         lines = 0  # before this text of the file
         try:
             for row, text in enumerate(file_texts(file, encoding, PIECE, notes, field), start=1):
-                for title, passage, line, context in text_passages(text, stem, "\n" if has_lines else " "):
+                note = markdown(text, kind)
+                for title, passage, line, context in text_passages(note, stem, "\n" if has_lines else " "):
                     number = lines + line if has_lines else row
                     yield title, passage, f"{name}:{number}", context
                 lines += text.count("\n")

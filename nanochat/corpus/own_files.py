@@ -31,8 +31,11 @@ FEW_FILES = 200
 SHORT_CHARS = 2000         # then a document may be as short as this; shorter only if there is one file
 SAMPLE = 1 << 20           # characters that are read at a time, and bytes for guessing the encoding
 KIND = re.compile(r"\.(txt|md|markdown|rst|jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst|\.bz2|\.xz)?$", re.IGNORECASE)
+LIBRARY_KIND = re.compile(KIND.pattern.replace("txt", "txt|org|html"), re.IGNORECASE)  # what only libraries read, too
 KINDS = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2/.xz of them)"
-TEXTS = ("txt", "md", "markdown", "rst")
+TEXTS = ("txt", "md", "markdown", "rst", "org", "html")
+NOT_READ = (f"are not read (expected {KINDS}, for a library also .org and .html; .docx, .odt and .epub become .md by "
+            "pandoc FILE -o FILE.md, .pdf becomes .txt by pdftotext FILE)")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # Data sets write these between stories. Only whole lines: a text may mention these words.
 SEPARATOR = re.compile(r"^(?:<\|endoftext\|>|<\|end_of_text\|>|</s>)[ \t\r]{0,9}(?:\n|\Z)", re.MULTILINE)
@@ -113,19 +116,21 @@ def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> lis
         if path.is_file() and kind.search(path.name):
             found.append(path)
         elif path.is_file():
-            notes[f"are not read (expected {KINDS})"].append(str(name))
+            notes[NOT_READ].append(str(name))
         elif path.is_symlink() or not os.access(path, os.R_OK):
             notes["are linked folders, or cannot be opened"].append(str(name))
     return found
 
 
 def fingerprint(source: str) -> str:
-    """A hash of the names, sizes and times of all files that are read of a source; "" if it is no file or folder."""
+    """A hash of the names, sizes and times of the files that a library reads; "" if there are none."""
     digest = hashlib.sha256()
-    files = files_below(Path(source), Notes(list))
+    files = files_below(Path(source), Notes(list), LIBRARY_KIND)
     for file in files:
-        status = file.stat()
-        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+        # An editor that saves may have removed it in the meantime.
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest() if files else ""
 
 
@@ -139,7 +144,7 @@ def say(notes: Notes) -> None:
 
 def kind_of(path: Path) -> str:
     """The last suffix of a file of one of the KINDS, except a compression's suffix."""
-    return KIND.findall(path.name)[0][0].lower()
+    return LIBRARY_KIND.findall(path.name)[0][0].lower()
 
 
 def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str) -> Iterator[str]:

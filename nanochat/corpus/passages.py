@@ -24,31 +24,32 @@ CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # ---- Blocks
 FRONT = re.compile(r"(?m)\A(---|\+\+\+) *\n([\s\S]*?)^(?:\1|\.\.\.) *$")
 YAML = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # values stay as they are written: dates, "no", 0664
-NAMES = ("title", "alias", "aliases", "tag", "tags")  # keys whose values are names of the note
+NAMES = re.compile(r"(?i)title|alias(?:es)?|tags?")  # keys whose values are names of the note
 # What is hidden, and tables; neither in code. ~~~~ is no code, but underlines a heading of reStructuredText.
 SOURCE = re.compile(r"""(?mx)
-    (?P<code>^[ \t]*(?P<fence>`{3,}|~~~(?!~))[\s\S]*?(?:^[ \t]*(?P=fence)|\Z) | `[^`\n]*`)
+    (?P<code>^[ \t]*(?P<fence>`{3,}+|~~~(?!~))[\s\S]*?(?:^[ \t]*(?P=fence)|\Z) | `[^`\n]*`)
     | <!--[\s\S]*?(?:-->|\Z)
     | ^%%[\s\S]*?(?:%%|\Z) | %%[\s\S]*?(?:%%|\n[ \t]*\n|\Z)      # Obsidian's private text: blocks, within a paragraph
-    | ^(?P<table>.*\|.*\n(?=.*\|)(?=.*-)[ \t|:+-]+(?:\n.*\|.*)*)$
+    | ^(?P<table>(?=.*\|).*\n(?=.*\|)(?=.*-)[ \t|:+-]+(?:\n(?=.*\|).*)*)$
     """)
 BLOCK = re.compile(r"""(?mx)
     ^[ ]{0,3}(?P<marks>\#+)[ \t]+(?P<heading>.*)
     | ^(?![*+•-][ \t])(?P<underlined>\S.*)\n(?P<underline>[=~^-])(?P=underline){2,}[ \t]*$
     | ^(?:(?P<paragraph>(?:
-        (?![\s*_+|:=~^-]*$ | [ ]{0,3}\#+[ \t] | [ \t]*(?:```|~~~(?!~)))     # a blank line or a rule, a heading, code
+        # Neither a blank line or a rule, nor a heading, nor code.
+        (?![ \t\xa0\u3000*_+|:=~^-]*$ | [ ]{0,3}\#+[ \t] | [ \t]*(?:```|~~~(?!~)))
         .+(?:\n|\Z))++)(?:[ \t]*\n){0,3})?
-      (?:[ \t]*(?P<fence>`{3,}|~~~).*\n(?P<code>[\s\S]*?)(?:^[ \t]*(?P=fence)|\Z))?
+      (?:[ \t]*(?P<fence>`{3,}+|~~~).*\n(?P<code>[\s\S]*?)(?:^[ \t]*(?P=fence)|\Z))?
     """)
 LEVELS = " =-~^"  # what underlines a heading of level 1, 2, …
 
 # ---- Lines
 QUOTE = re.compile(r"(?m)^(?: {0,3}>(?: |$))+")
-ITEM = re.compile(r"\A[ \t]*(?:(?:[*+•|-]|\d{1,3}[.)])[ \t]+)+")
+ITEM = re.compile(r"\A[ \t]*(?:(?:[*+•|-][ \t]+)+|(?=\d{1,3}[.)][ \t]))")  # a number stays: "14. März" is a date
 KEY = re.compile(r"[*_]*\w[^:/\n]{0,30}:[:*_]*(?:\s|$)")
 # A text that goes on in the next line, however long it is: a callout's title, and what ends with these marks.
 GOES_ON = re.compile(r"""\A\[!|[.!?…:,;।。！？、，][*_"'”’»)\]」』]*$""")
-NARROW = 40  # columns; narrower lines are not wrapped text, but lists, addresses, poems
+NARROW = 36  # columns; narrower lines are not wrapped text, but lists, addresses, poems
 WIDE = re.compile(f"[{UNSPACED}]")  # characters of two columns
 
 # Marks, and as their last group what stays of them.
@@ -56,23 +57,23 @@ MARK = re.compile(r"""(?msx)(?=[\[!*_=~<&^`\\\s:])(?:
     (?<!`)(?P<ticks>`{1,5})(?!`)(?P<code>.{1,500}?)(?<!`)(?P=ticks)(?!`)
     | \\(?P<escaped>[!-/:-@\[\]^-`{-~])
     | (?P<entity>&(?:\#\w{1,7}|\w{2,31});)
-    | (?P<gap></?(?:br|center|details|div|h[1-6]|hr|img|li|ol|p|pre|summary|table|tbody|td|th|thead|tr|ul)
-        (?=[\s/>])[^<>]{0,500}>)
-    | </?(?:a|abbr|b|code|del|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|u)(?=[\s/>])[^<>]{0,500}>
-    | ^\[(?:[ xX/-]|![\w|-]+)\][+-]?(?:[ \t]+|$)                            # a task's box, a callout's kind
+    | (?P<gap></?(?:blockquote|br|center|details|div|h[1-6]|hr|img|li|ol|p|picture|pre|section|source|summary|table
+        |tbody|td|th|thead|tr|ul|video)(?=[\s/>])[^<>]{0,500}>)
+    | </?(?:a|abbr|b|code|del|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|u)(?:\s[^<>=]{1,99}=[^<>]{1,500})?>
+    | (?:^|(?<=\d[.)][ ]))\[(?:[ xX/-]|![\w|-]+)\][+-]?(?:[ \t]+|$)          # a task's box, a callout's kind
     | !\[\[[^\[\]]{1,300}\]\]                                               # an embedded file
     | \[\[(?![ \[])(?:[^\[\]|]{1,300}\|)?([^\[\]|]{1,300})\]\]              # a link between notes
     | \[\[[^\[\]]{1,500}\]\[([^\[\]]{1,300})\]\]                            # Org's link
     | \[\^\w{1,40}\]:?                                                      # a footnote's mark
-    | !?\[([^\[\]]{0,200})\]\([^()]{0,500}(?:\([^()]{0,200}\)[^()]{0,200})?\)
+    | !?\[((?:[^\[\]]|\[[^\[\]]{0,100}\]){0,200})\]\([^()]{0,500}(?:\([^()]{0,200}\)[^()]{0,200})?\)
     | (?<![A-Za-z0-9_\])])\[([^\[\]]{1,200})\]\[[^\[\]]{0,200}\]
     | ~~(?=[^\s~])[^~]{1,300}~~                                             # what is struck out holds no more
-    | (?<![\d*])(?P<bold>\*{2,3})(?=[^\s*])(.{1,300}?)(?<=[^\s*])(?P=bold)(?![\d*])
+    | (?<![\d*])(?P<bold>\*{2,3})(?=[^\s*])(.{1,300}?)(?<=\S)(?P=bold)(?![\d*])
     | (?<![A-Za-z0-9*])\*(?=[^\s*.])([^*]{1,300})(?<!\s)\*(?![A-Za-z0-9*])  # not *.py
     | (?<![A-Za-z0-9=])==(?=[^\s=])(.{1,300}?)(?<=[^\s=])==(?![A-Za-z0-9=])
     | (?<!\w)_(?=[^\s_])([^_]{1,300})(?<!\s)_(?!\w)                         # not snake_case, not __init__
     | (?<!\w)__(?=[^\s_])([^_]{1,300}\s[^_]{1,300})__(?!\w)
-    | [ \t]\#+[ \t]*$                                                       # at the end of a heading
+    | [ \t]\#+[ \t]*$ | ^\#+[ \t]+                                         # at a heading's end; of one in a quotation
     | (?:^|[ \t])\^[\w-]{4,}[ \t]*$                                         # a block's name
     | (?<=\w:):(?=[ \t])                                                    # Dataview's key:: value
     )""")
@@ -84,8 +85,7 @@ def text_passages(text: str, title: str, line_end: str = "\n") -> Iterator[tuple
     what it is about. The title is the heading above, or else the file's; the context is what else a passage is found
     by: all headings above, and the names of the note.
     """
-    names, facts, text = front_matter(CONTROL.sub(" ", text.replace("\r\n", "\n")))
-    names = f"{title} {names}"
+    names, facts, text = front_matter(CONTROL.sub(" ", text.replace("\r\n", "\n")), title)
     heading = title
     headings: list[str] = []
     text = SOURCE.sub(visible, text)
@@ -111,16 +111,14 @@ def text_passages(text: str, title: str, line_end: str = "\n") -> Iterator[tuple
             found.append((f"{passage}\n```\n{code}\n```", at))
         for passage, at in found:
             yield heading, passage, at, " ".join([names, *headings])
-    for fact, line in facts:
-        for passage, _ in split_paragraph(fact, line):
-            yield title, passage, line, names
+    for passage, at in facts:
+        yield title, passage, at, names
 
 
 # ---- Blocks
 
-def front_matter(text: str) -> tuple[str, list[tuple[str, int]], str]:
-    """The note's names, its other keys as ("key: value", line), and the text with empty lines in their place."""
-    names = ""
+def front_matter(text: str, names: str) -> tuple[str, list[tuple[str, int]], str]:
+    """The note's names, its other keys as [("key: value", line)], and the text with empty lines in their place."""
     facts = []
     front = FRONT.match(text)
     if front:
@@ -128,12 +126,12 @@ def front_matter(text: str) -> tuple[str, list[tuple[str, int]], str]:
             entries = tomllib.loads(front[2]) if front[1] == "+++" else yaml.load(front[2], YAML)
             for key, value in entries.items():
                 value = flat(value)
-                if key.lower() in NAMES:
+                if NAMES.fullmatch(key):
                     names += f" {value}"
                 elif value:
                     # A key in quotation marks is not found: its line is the first.
                     line = 1 + front[0].count("\n", 0, 1 + front[0].find(f"\n{key}"))
-                    facts.append((f"{key}: {value}", line))
+                    facts += split_paragraph(f"{key}: {value}", line)
             text = "\n" * front[0].count("\n") + text[front.end():]
         except (yaml.YAMLError, ValueError, AttributeError):
             # It is broken, or only text between two rules.
@@ -160,7 +158,7 @@ def visible(found: re.Match[str]) -> str:
     lines = ["", ""]
     for row in rows:
         named = [f"{name}: {cell}" if name else cell for name, cell in zip_longest(columns, row, fillvalue="") if cell]
-        lines.append(f"- {', '.join(named).rstrip('.')}.")
+        lines.append(f"- {', '.join(named).rstrip('.')}." if named else "")
     return "\n".join(lines)
 
 
