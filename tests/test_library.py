@@ -4,6 +4,7 @@ import gzip
 import inspect
 import itertools
 import json
+import os
 import re
 import sqlite3
 import statistics
