@@ -14,7 +14,7 @@ from configurator import configure
 depth = 4                   # [1..] layers; width and heads follow from it
 arch = "classic"            # classic, modern, or one with changes
 vocab_size = 8192           # [266..] tokens
-batch_size = 16             # [1..] sequences decoded together
+batch_size = 16             # [4..] sequences decoded together; also one alone, and a quarter of them
 new_tokens = 256            # [2..496] written after each prompt of 16
 repeats = 5                 # [1..] runs; the fastest counts
 configure(globals())
@@ -69,7 +69,7 @@ print(f"{arch}, depth {depth} on {device.type}, {torch.get_num_threads()} thread
 for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
     engine = Engine(model, tokenizer, batch_size)
-    for rows in sorted({1, batch_size}):
+    for rows in sorted({1, batch_size // 4, batch_size}):
         seconds = fastest(repeats, functools.partial(engine.generate, prompts[:rows], greedy))
         share = step_bytes(rows, model.lm_head.weight.itemsize) * new_tokens / seconds / rate
         print(f"{dtype:8} batch {rows:3} {rows * new_tokens / seconds:8,.0f} tokens/s, MBU {share:4.0%}", flush=True)

@@ -1,198 +1,215 @@
 """
-The first twelve minutes on a GPU, the decisive measurements first. Each part is a process of its own, so a failure
-costs one part. It writes one Markdown file for an issue, gpu_first_hour.md in the base folder; the last line says which
-estimate of nanochat/plan/step_time.py was furthest off.
+The first fifteen minutes on a GPU, what decides most first. Each part is a process of its own, which ends at its limit,
+so a failure costs one part; time that a part leaves, later parts may use. What they print is shown, and written to
+gpu_first_hour.md in the base folder, as it comes: one file for an issue. It takes an H100 of 80 GB or more; it has not
+been run on a GPU.
 
-    python -m bench.gpu_first_hour                               # all parts
-    python -m bench.gpu_first_hour --rehearse                    # the same parts in small, on a CPU
-    python -m bench.gpu_first_hour --part=steps --rows=32 --fp8  # one part: ms, MFU and peak memory of steps
+    rank        rank 3 of 8 as it will train: 8 bits, 32 rows, weight averages, real text, for two minutes. The other
+                ranks do not exist, so nothing travels or is waited for, and losses mean nothing
+    bfloat16    the same in bfloat16
+    width       8 bits and bfloat16 at depth 22: bits per byte after the same steps
+    offset      offset keys and none, at depth 8 with the pieces and recipe of large models
+    engine      decoding: tokens per second of 1, 64 and 256 rows
+
+    python -m bench.gpu_first_hour                  # all parts; makes three shards of text first if there are none
+    python -m bench.gpu_first_hour --rehearse       # all parts in small, on a CPU
+    python -m bench.gpu_first_hour --part=width     # one part
 """
 from typing import Literal
 
 from configurator import configure
 
-part: Literal["all", "products", "steps", "overlap"] = "all"
+part: Literal["all", "text", "rank", "bfloat16", "width", "offset"] = "all"  # text: tokenizes it
 rehearse = False            # in small, on a CPU
-data = "climbmix"           # real text; if missing, three shards are made
-depth = 22                  # [1..] layers
+data = "climbmix"           # real text
 vocab_size = 49152          # [300..] tokens
-max_seq_len = 2048          # [64..] tokens per row
-rows = 16                   # [1..] rows on each GPU
-fp8 = False                 # 8-bit matrix products
 configure(globals())
 if rehearse:
-    data, depth, vocab_size, max_seq_len, rows = "tinyworld", 1, 512, 64, 2
+    data, vocab_size = "tinyworld", 512
 
-import re
+import gc
+import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import profile
 
-from bench.harness import DOCS
+from bench.harness import DOCS, one_rank_of
+from nanochat.corpus.learn_tokenizer import ensure_tokenizer
+from nanochat.corpus.make_dataset import ensure_dataset
+from nanochat.data.batch_shape import BatchShape
+from nanochat.data.dataloader import Batch, document_loader, validation_rows
 from nanochat.data.tokenizer import tokenizer_dir
+from nanochat.eval.loss_eval import evaluate_split
 from nanochat.model.compile import compile_model
-from nanochat.model.fp8 import product, scaled, use_fp8
-from nanochat.model.gpt_config import config_from_depth
+from nanochat.model.fp8 import use_fp8
+from nanochat.model.gpt_config import LARGE, GPTConfig, config_from_depth
+from nanochat.optim.recipe import LONG_RUN
+from nanochat.optim.schedule import (
+    ahead_multiplier,
+    decay_multiplier,
+    lr_multiplier,
+    muon_momentum,
+    set_rates,
+    warmdown_left,
+)
 from nanochat.plan.memory import GIB, step_bytes
-from nanochat.plan.step_time import PRODUCTS, step_time
+from nanochat.plan.step_time import step_time
 from nanochat.plan.step_trial import set_up_training, train_step
-from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.compiling import eagerly, set_compile
 from nanochat.runtime.devices import synchronize
-from nanochat.runtime.distributed import compute_cleanup, set_up
-from nanochat.runtime.files import base_dir, write_text
+from nanochat.runtime.distributed import set_up
+from nanochat.runtime.files import base_dir
 from nanochat.runtime.flops import gpu_here
 from nanochat.training.metrics import peak_memory
 
-HEAD = "| what | measured | estimated | ratio |\n| --- | ---: | ---: | ---: |"
-ROW = r"\| (.+) \| .+ \| .+ \| ([\d.]+) \|"  # with an estimate
-HOUR, BASE = ("-m", "bench.gpu_first_hour"), ("-m", "scripts.base_train")
-# Depth 12 on real text: unchanged, and with one change each.
-ARMS = ("--arch=modern", "--arch=modern,key_offset=False", "--fp8=True")
+
+class Arm(NamedTuple):
+    """A run of a part."""
+
+    name: str
+    fp8: bool
+    ranks: int
+    rows: int           # of a rank, in a micro-step
+    micro_steps: int
+    steps: int
+    depth: int = 22
+    pieces: dict[str, Any] = {}
+
+
+MAX_SEQ_LEN = 64 if rehearse else 2048
+PARTS = {
+    "rank": [Arm("8 bits", True, 8, 32, 2, 150)],
+    "bfloat16": [Arm("bfloat16", False, 8, 32, 2, 50)],
+    "width": [Arm("8 bits", True, 1, 16, 4, 60), Arm("bfloat16", False, 1, 16, 4, 60)],
+    "offset": [Arm("offset keys", False, 1, 32, 1, 1000, 8, LARGE),
+               Arm("no offset", False, 1, 32, 1, 1000, 8, LARGE | {"key_offset": False})],
+}
+if rehearse:
+    for arms in PARTS.values():
+        arms[:] = [arm._replace(rows=2, steps=4, depth=2) for arm in arms]
+# Seconds: to start, compile and make FlashAttention 4's kernels; to compile a second arm. Published steps took up to
+# 1.2 times as long as estimated, but on eight GPUs, which wait for each other.
+START, SECOND, RESERVE = 75, 20, 1.15
+EVAL_TOKENS = 2**10 if rehearse else 2**20
+# Of the first GPU's multiprocessors, and of all of it.
+CLOCK_AND_POWER = "nvidia-smi --id=0 --query-gpu=clocks.sm,power.draw --format=csv,noheader 2>/dev/null || echo -"
+
+
+def config_of(arm: Arm) -> GPTConfig:
+    return replace(config_from_depth(arm.depth, vocab_size, MAX_SEQ_LEN, "modern", bos), **arm.pieces)
+
+
+def estimated(arm: Arm) -> float:
+    """Seconds of a step."""
+    return step_time(config_of(arm), arm.rows, arm.micro_steps, arm.ranks, gpu, arm.fp8).seconds
 
 
 def run_all() -> None:
-    small = ["--rehearse"] if rehearse else []
-    text = [f"--data={data}", "--depth=12", "--num_iterations=300", "--total_batch_size=131072", "--save_every=150",
-            "--eval_tokens=1048576", "--sample_every=-1", "--overwrite"]
-    if rehearse:
-        text += ["--depth=1", "--max_seq_len=64", "--num_iterations=2", "--total_batch_size=128", "--save_every=1",
-                 "--device_batch_size=2", "--device_type=cpu", "--compile=False", "--eval_tokens=128"]
-    parts = []
+    hour, small = ["-m", "bench.gpu_first_hour"], ["--rehearse"] if rehearse else []
+    parts = [([*hour, "--part=text", *small], 180.0)]
     if not tokenizer_dir(data).exists() and not rehearse:
-        parts += [(["-m", "scripts.dataset", f"--source={data}", "--num_shards=3"], 120),
-                  (["-m", "scripts.tok_train", f"--data={data}", f"--vocab_size={vocab_size}"], 120)]
-    parts.append(([*HOUR, "--part=products", *small], 90))
-    # Compiling the first step takes a minute.
-    parts += [([*HOUR, "--part=steps", f"--rows={count}", f"--fp8={eight}", *small], 120)
-              for count in (16, 32) for eight in (False, True)]
-    parts += [([*BASE, *text, f"--model_tag=first{number}", arm], 60) for number, arm in enumerate(ARMS)]
-    again = ["--model_tag=first0", f"--resume_from_step={1 if rehearse else 150}"]  # must end as that arm did
-    ranks = f"--nproc_per_node={max(torch.cuda.device_count(), 1)}"
-    parts += [([*BASE, *text, *again], 60),
-              (["-m", "torch.distributed.run", "--standalone", ranks, *HOUR, "--part=overlap", *small], 90)]
-    page, path, ratios = "# The first minutes on a GPU\n", base_dir() / "gpu_first_hour.md", {}
-    for command, limit in parts:
-        began = time.perf_counter()
-        try:
-            done = subprocess.run([sys.executable, *command], cwd=DOCS.parent, text=True, stdout=subprocess.PIPE,
-                                  stderr=subprocess.STDOUT, timeout=limit * (9 if rehearse else 1))
-            output, end = done.stdout, f"exit code {done.returncode}"
-        except subprocess.TimeoutExpired as expired:
-            output, end = (expired.output or b"").decode(), "ended, too slow"
-        title = " ".join(command)
-        lines = "\n".join(output.splitlines()[-20:])
-        page += f"\n## {title}\n\n{time.perf_counter() - began:.0f} s, {end}\n\n{lines}\n"
-        print(page.rpartition("\n## ")[2], flush=True)
-        ratios |= {f"{title}: {what}": float(ratio) for what, ratio in re.findall(ROW, output)}
-        write_text(path, page)
-    wrong = max(ratios, key=lambda what: max(ratios[what], 1 / max(ratios[what], 1e-9)), default="")
-    page += f"\nFurthest from its estimate: {wrong}, {ratios.get(wrong)} of it\n"
-    write_text(path, page)
-    print(f"{page.splitlines()[-1]}\n{path} is written")
+        parts = [(["-m", "scripts.dataset", f"--source={data}", "--num_shards=3"], 120),
+                 (["-m", "scripts.tok_train", f"--data={data}", f"--vocab_size={vocab_size}"], 120), *parts]
+    for name, arms in PARTS.items():
+        seconds = sum(arm.steps * estimated(arm) for arm in arms)
+        parts.append(([*hour, f"--part={name}", *small], START + SECOND * (len(arms) - 1) + RESERVE * seconds))
+    size = ["--depth=2", "--batch_size=4"] if rehearse else ["--depth=22", "--batch_size=256"]
+    parts.append((["-m", "bench.engine", "--arch=modern", f"--vocab_size={vocab_size}", "--new_tokens=64",
+                   "--repeats=2", *size], 60))
+    base_dir().mkdir(parents=True, exist_ok=True)
+    began, due = time.perf_counter(), 0.0
+    with open(base_dir() / "gpu_first_hour.md", "w", encoding="utf-8") as page:
+        def say(line: str) -> None:
+            for file in (sys.stdout, page):
+                print(line, file=file, flush=True)
+
+        say(f"# The first minutes on a GPU: {gpu.name}\n\nAll limits: {sum(limit for _, limit in parts):.0f} s. "
+            "Exit code -9: a part has reached its limit.")
+        for command, limit in parts:
+            start = time.perf_counter() - began
+            due += limit
+            say(f"\n## {' '.join(command)}\n\nlimit {limit:.0f} s; with what was left before {due - start:.0f} s\n")
+            with subprocess.Popen([sys.executable, "-u", *command], cwd=DOCS.parent, text=True, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT) as process:
+                timer = threading.Timer(due - start, process.kill)
+                timer.start()
+                for line in process.stdout or ():
+                    say(line.rstrip())
+                timer.cancel()
+            say(f"\n{time.perf_counter() - began - start:.0f} s, exit code {process.returncode}")
+        print(f"{page.name} is written")
 
 
-def show(what: str, measured: float, estimated: float = 0.0) -> None:
-    compared = f"{estimated:,.4g} | {measured / estimated:.2f}" if estimated else "- | -"
-    if rank == 0:
-        print(f"| {what} | {measured:,.4g} | {compared} |", flush=True)
+def read(arm: Arm, device: torch.device) -> Generator[Batch]:
+    """The micro-batches of rank 3, or of the only one."""
+    shape = BatchShape(arm.rows, MAX_SEQ_LEN, min(3, arm.ranks - 1), arm.ranks, device)
+    rows_per_step = shape.rows_per_micro_step * arm.micro_steps
+    return document_loader(data, "train", tokenizer, shape, rows_per_step=rows_per_step)
 
 
-def rate(what: str, flops: float, function: Callable, share: float, calls: int = 10) -> float:
-    """Show TFLOP/s beside `share` of the peak, or the error. Returns seconds of a call; 0: it fails."""
-    found = []
-    try:
-        for _ in range(4):  # the first warms up
-            began = time.perf_counter()
-            for _ in range(calls):
-                function()
-            synchronize(device)
-            found.append((time.perf_counter() - began) / calls)
-    except Exception as error:  # the kernel is missing, or does not take these shapes
-        print(f"| {what} | {error!s:.90} | - | - |".replace("\n", " "), flush=True)
-        return 0.0
-    seconds = min(found[1:])
-    show(f"{what}: TFLOP/s", flops / seconds / 1e12, share * gpu.peak / 1e12)
-    return seconds
-
-
-# ---- Parts
-
-def products() -> None:
-    """A block's products, forward and backward, and the head's, in bfloat16 and 8 bits."""
-    T, C, V = rows * max_seq_len, config.n_embd, vocab_size
-    for m, n, k in ((T, C, C), (T, 4 * C, C), (T, C, 4 * C), (C, C, T), (4 * C, C, T), (C, 4 * C, T), (T, V, C),
-                    (V, C, T)):
-        a, b = (torch.randn(size, k, device=device, dtype=dtype) for size in (m, n))
-        (a8, _, x), (b8, _, y) = (scaled([t], torch.float8_e4m3fn) for t in (a, b))
-        name, flops = f"{m} x {n} x {k}", 2 * m * n * k
-        rate(name, flops, partial(torch.matmul, a, b.T), PRODUCTS)
-        rate(f"{name}, 8 bits", flops, partial(product, a8, x, b8, y, dtype, True), 2 * PRODUCTS)
-
-
-def compiled_step() -> tuple:
-    """The arguments of `train_step` (two micro-steps), after the step that compiles."""
-    model, sharding, optimizers = set_up_training(config, dtype, device)
-    if fp8:
-        use_fp8(model, device, rows * max_seq_len)
+def train(arm: Arm) -> None:
+    """Train as a long run of a large model would, on real text."""
+    recipe, steps = LONG_RUN, arm.steps
+    model, sharding, optimizers = set_up_training(config_of(arm), dtype, device, recipe=recipe)
+    if arm.fp8:
+        use_fp8(model, device, arm.rows * MAX_SEQ_LEN)
     if compiling:
         compile_model(model)
-    arguments = model, sharding, optimizers, torch.randint(vocab_size, (rows, max_seq_len + 1), device=device), 2
+    loader = read(arm, device)
+    block = max(steps // 10, 1)  # steps between two looks at the time: each waits for the device
+    times: list[float] = []      # seconds of a step
     began = time.perf_counter()
-    train_step(*arguments)
-    synchronize(device)
-    show("first step, which compiles: s", time.perf_counter() - began)
-    return arguments
+    for step in range(steps):
+        lrm = lr_multiplier(step, steps, recipe.warmdown_ratio, recipe.warmup_steps, recipe.final_lr_frac)
+        left = warmdown_left(step, steps, recipe.warmdown_ratio)
+        momentum = muon_momentum(step, left, recipe.muon_momentum, recipe.final_muon_momentum, recipe.momentum_steps)
+        set_rates(optimizers, lrm, momentum, decay=decay_multiplier(step, steps),
+                  ahead=lrm * ahead_multiplier(step, steps))
+        train_step(model, sharding, optimizers, [next(loader) for _ in range(arm.micro_steps)])
+        if step % block == 0:
+            # The device still works on what it was sent; otherwise this would take time, in half of the blocks.
+            state = subprocess.getoutput(CLOCK_AND_POWER) if step % (2 * block) == 0 else "-"
+            synchronize(device)
+            now = time.perf_counter()
+            times.append((now - began) / (block if step else 1))
+            print(f"| {arm.name}, step {step}: ms; clock, power | {1e3 * times[-1]:,.0f}; {state} | - |")
+            began = now
+    loader.close()
+    # The first step compiles.
+    print(f"| {arm.name}: ms a step | {1e3 * statistics.median(times[1:]):,.0f} | {1e3 * estimated(arm):,.0f} |")
+    if arm.ranks > 1:
+        peak = step_bytes(config_of(arm), arm.rows, dtype, arm.ranks, micro_steps=arm.micro_steps, compiled=compiling)
+        print(f"| {arm.name}: peak GiB | {peak_memory():.1f} | {peak / GIB:.1f} |")
+    else:
+        with eagerly():
+            bpb = evaluate_split(model, data, "val", tokenizer, EVAL_TOKENS, arm.rows, MAX_SEQ_LEN)
+        print(f"| {arm.name}: bits per byte | {bpb:.5f} | - |")
 
 
-def training_steps() -> None:
-    arguments = compiled_step()
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    flops = 2 * rows * max_seq_len * arguments[0].estimate_flops()
-    step = step_time(config, rows, 2, 1, gpu, fp8).seconds
-    seconds = rate("model", flops, lambda: train_step(*arguments), flops / step / gpu.peak, calls=2)
-    show("step: ms", 1e3 * seconds, 1e3 * step)
-    show("MFU: %", 100 * flops / max(seconds, 1e-9) / gpu.peak)
-    expected = step_bytes(config, rows, dtype, compiled=compiling) if device.type == "cuda" else 0
-    show("peak memory: GiB", peak_memory(), expected / GIB)
-    show("compiled again: graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs)
-
-
-def busy(events: list) -> float:
-    """Milliseconds in which at least one event runs."""
-    total = until = 0.0
-    for event in sorted(events, key=lambda event: event.time_range.start):
-        total += max(event.time_range.end - max(event.time_range.start, until), 0)
-        until = max(until, event.time_range.end)
-    return total / 1e3
-
-
-def overlap() -> None:
-    if ranks < 2:
-        print("| NCCL | needs two GPUs | - | - |")
-        return
-    arguments = compiled_step()
-    with profile() as profiler:
-        train_step(*arguments)
-        synchronize(device)
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    others = [event for event in events if "nccl" not in event.name]
-    show("NCCL in a step: ms", busy([event for event in events if "nccl" in event.name]))
-    show("of it while nothing else runs: ms", busy(events) - busy(others))
-
-
+_, _, device, dtype = set_up("cpu" if rehearse else "cuda", "auto")
+gpu, bos = gpu_here(device), -1
 if part == "all":
     run_all()
 else:
-    rank, ranks, device, dtype = set_up("cpu" if rehearse else "", "auto")
-    gpu = gpu_here(device)
-    compiling = set_compile(not rehearse, device.type)
-    config = config_from_depth(depth, vocab_size, max_seq_len, arch="modern")
-    if rank == 0:
-        print(f"{gpu.name}\n\n{HEAD}")
-    {"products": products, "steps": training_steps, "overlap": overlap}[part]()
-    compute_cleanup()
+    ensure_dataset(data)
+    tokenizer = ensure_tokenizer(data)
+    vocab_size, bos = tokenizer.get_vocab_size(), tokenizer.get_bos_token_id()
+    if part == "text":
+        (arm,) = PARTS["rank"]
+        for _ in zip(range(arm.steps * arm.micro_steps), read(arm, torch.device("cpu"))):
+            pass
+        validation_rows(data, tokenizer, EVAL_TOKENS, MAX_SEQ_LEN)
+    else:
+        compiling = set_compile(not rehearse, device.type)
+        print("| what | measured | estimated |\n| --- | ---: | ---: |")
+        for arm in PARTS[part]:
+            with one_rank_of(arm.ranks, min(3, arm.ranks - 1)):
+                train(arm)
+            gc.collect()
+            torch.cuda.empty_cache()

@@ -1,8 +1,9 @@
 """What the measurements share: tokens, functions on several ranks, and where the tables go."""
+import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,18 @@ class PageBlock:
 def random_tokens(end: int, *shape: int, seed: int = 0) -> Tensor:
     """Tokens below `end`, always the same for a seed."""
     return torch.randint(end, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@contextlib.contextmanager
+def one_rank_of(ranks: int, rank: int) -> Iterator[None]:
+    """A process group of so many ranks of which only this one exists, and sends nothing; none for one rank."""
+    if ranks > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
+
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    yield
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:

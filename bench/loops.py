@@ -24,7 +24,7 @@ from bench.harness import PageBlock
 from nanochat.corpus.tinyworld import generate
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.adamw import DistAdamW
-from nanochat.plan.step_trial import set_up_training, train_step
+from nanochat.plan.step_trial import set_up_training, train_step, whole_rows
 from nanochat.runtime.tables import markdown_table
 
 block = PageBlock("ablations.md" if idea == "optimizers" else "two_loops.md", f"bench.loops --idea={idea}", write)
@@ -65,7 +65,7 @@ def training(kind: str, rate: float, rows: int, scale: float = 1.0) -> Iterator[
     for start in itertools.count(0, rows):
         yield bits
         tokens = TRAIN[torch.arange(start, start + rows) % len(TRAIN)]
-        train_step(model, sharding, (adamw, matrices), tokens, micro_steps=1)
+        train_step(model, sharding, (adamw, matrices), [whole_rows(tokens)])
 
 
 def optimizers(name: str) -> list:

@@ -17,7 +17,7 @@ from bench.harness import random_tokens
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.machines import collectives
 from nanochat.plan.memory import split_into_stages, state_bytes
-from nanochat.plan.step_trial import set_up_training, train_step
+from nanochat.plan.step_trial import set_up_training, train_step, whole_rows
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 
 STAGES, MICRO_STEPS = (0, 1, 2, 3), (1, 4)
@@ -173,12 +173,12 @@ def measure(config: GPTConfig, stage: int, dtype: torch.dtype) -> tuple[dict[str
     gc.collect()
     gc.freeze()  # a later census skips what is alive now
     watch = Watch(config, stage, dtype)
-    rows = random_tokens(config.vocab_size, 1, config.sequence_len + 1, seed=dist.get_rank())
+    rows = whole_rows(random_tokens(config.vocab_size, 1, config.sequence_len + 1, seed=dist.get_rank()))
     sent = []
     for micro_steps in MICRO_STEPS:
         watch.sent, watch.passes = 0.0, 0
         with watch:
-            train_step(watch.model, watch.sharding, watch.optimizers, rows, micro_steps)
+            train_step(watch.model, watch.sharding, watch.optimizers, [rows] * micro_steps)
             watch.sharding.wait_for_params()  # base_train leaves that to the next forward pass
         sent.append(watch.sent)
     return watch.memory, watch.whole, sent

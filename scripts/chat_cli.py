@@ -59,7 +59,7 @@ sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=s
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, tools=open_library(library, copying))
 # Tokens of the context that are reserved for an answer.
-room = min(max_new_tokens, engine.context // 4)
+room = min(max_new_tokens, engine.context // 2)
 
 
 def answer(messages: list[dict]) -> None:
@@ -73,6 +73,7 @@ def answer(messages: list[dict]) -> None:
     deltas: list[Delta] = []
     type = "text"
     try:
+        engine.tools.refresh()
         for delta in engine.stream(prompt, sampling):
             if delta.type != type:
                 closing = "] " if (type, delta.type) == ("python_output", "python") else ""

@@ -28,7 +28,7 @@ measured = make_tasks(tasks, "test")
 if not measured:
     raise UserError(f"tasks={tasks} has nothing that can be measured, only what can be trained on")
 
-from nanochat.eval.task_eval import accuracy, evaluate_task
+from nanochat.eval.task_eval import accuracy, chatcore, evaluate_task
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, compute_init
@@ -43,6 +43,7 @@ print0(f"model: {checkpoint}")
 
 results: dict[str, float | str] = {}
 misquotes: list[bool] = []
+accuracies: dict[str, float] = {}
 scores = []
 rows = []
 sampling = SamplingParams(max_new_tokens, temperature=0)  # always the likeliest token
@@ -52,6 +53,7 @@ for task in measured:
     misquotes += judged.misquoted
     # With copying, quotations are exact. Only an answer to "nothing" that does not begin like a refusal can be wrong.
     misquoted = f"{sum(judged.misquoted):,} of {len(judged.misquoted):,}" if judged.misquoted else ""
+    accuracies[task.name] = right
     results[task.name] = f"{right:.1%}"
     scores.append((right - task.baseline) / (1 - task.baseline))  # centred: 0 for guessing, 1 for perfect
     line = f"{task.name:42} {right:6.1%} of {len(correct):,} problems"
@@ -61,6 +63,10 @@ for task in measured:
 mean = f"mean centred accuracy over {len(measured)} tasks"
 results[mean] = sum(scores) / len(scores)
 print0(f"{mean:42} {results[mean]:6.3f}")
+score = chatcore(accuracies)
+if score is not None:
+    results["ChatCORE"] = score
+    print0(f"{'ChatCORE':42} {score:6.3f}")
 if misquotes:
     results["misquotes"] = f"{sum(misquotes):,} of {len(misquotes):,}"
 body = f"Model: step {meta['step']} of {checkpoint.parent.name}.\n\n"

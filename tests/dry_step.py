@@ -2,18 +2,16 @@
 One rank's optimizer step on the meta device, which has shapes and no memory: bytes alive, collectives, and copies for
 which a GPU would be waited for. The other ranks do not exist (torch's fake process group).
 """
-import contextlib
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.harness import one_rank_of
 from bench.sent import sent_in
 from nanochat.model import gpt, loss
 from nanochat.model.gpt_config import GPTConfig
@@ -73,16 +71,6 @@ class DryStep(LiveBytes):
         elif name in ("_to_copy", "copy_") and len({t.device for t in tensors}) > 1:
             self.copies.append(f"{name} in {self.phase}")
         return result
-
-
-@contextlib.contextmanager
-def one_rank_of(ranks: int, rank: int) -> Iterator[None]:
-    """A process group of so many ranks of which only this one exists; none for one rank."""
-    if ranks > 1:
-        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    yield
-    if ranks > 1:
-        dist.destroy_process_group()
 
 
 def dry_step(

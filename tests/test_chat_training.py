@@ -132,10 +132,10 @@ def test_mid_training_is_one_pass_on_any_number_of_ranks(base):
 
 
 def learn_own(base: Path, **settings) -> tuple[str, list[dict]]:
-    """What fine-tuning on 60 conversations of one's own prints, and its log; with the defaults as far as possible."""
+    """What fine-tuning on six conversations of one's own prints, and its log; with the defaults as far as possible."""
     with open(base / "mine.jsonl", "w") as file:
-        for i in range(60):
-            turns = {"user": f"Who lives at number {i}?", "assistant": f"Person {chr(97 + i % 26)} does."}
+        for i in range(6):
+            turns = {"user": f"Who lives at number {i}?", "assistant": f"Person {chr(97 + i)} does."}
             messages = [{"role": role, "content": content} for role, content in turns.items()]
             file.write(json.dumps({"messages": messages}) + "\n")
     quiet = {"eval_every": -1, "overwrite": True, "tasks": f"json:{base / 'mine.jsonl'}:all"}
@@ -147,7 +147,7 @@ def learn_own(base: Path, **settings) -> tuple[str, list[dict]]:
 def test_few_conversations_are_learned_with_the_defaults(base):
     """Seven tokens of eight are the same in all answers: a model that has learned nothing before gets those right."""
     printed, records = learn_own(base, source="base")
-    assert "each 20 x, beginning with 0.3 of the learning rates" in printed and len(records) == 38
+    assert "each 500 x, beginning with 0.3 of the learning rates" in printed and len(records) == 94
     assert records[0]["train/loss"] > 5 and records[-1]["train/loss"] < 1
 
 
@@ -155,9 +155,9 @@ def test_replay(base):
     """As many of the old tasks' conversations as of these; nobody has to name them."""
     run_on_ranks(1, run_script, *stage_arguments(base, "mid", tasks="arithmetic:easy[:400]", num_iterations=1))
     printed, _ = learn_own(base, num_epochs=2, num_iterations=1)
-    assert "training: 60 conversations" in printed and "earlier tasks (arithmetic:easy[:400]) is repeated" in printed
+    assert "training: 6 conversations" in printed and "earlier tasks (arithmetic:easy[:400]) is repeated" in printed
     printed, _ = learn_own(base, num_epochs=2, num_iterations=1, replay=1.5)
-    assert "training on both: 300 conversations" in printed  # 2 · 60 · 2.5
+    assert "training on both: 30 conversations" in printed  # 2 · 6 · 2.5
 
 
 def test_a_stage_resumes_only_from_the_model_it_began_with(base):

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import re
 import signal
@@ -24,6 +25,7 @@ from pace import Pace, chat_web
 from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
 import nanochat.serve.served_model
+from nanochat.corpus.make_library import make_library
 from nanochat.data.conversation import render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
@@ -59,19 +61,22 @@ def writing_model() -> GPT:
     return model
 
 
-def talking_model() -> GPT:
-    """After each token one other is certain: blocks that do nothing, unit vectors as embeddings, a head for them."""
+def chained_model(*chains: list[int]) -> GPT:
+    """A token's successor in a chain is certain: idle blocks, unit vectors as embeddings, a head for them."""
     model = GPT(GPTConfig(sequence_len=256, vocab_size=V, n_layer=1, n_embd=320, n_head=5, n_kv_head=5))
     for p in model.parameters():
         p.data.zero_()
     model.transformer.wte.weight.data.copy_(torch.eye(320))
+    for chain in chains:
+        model.lm_head.weight.data[chain[1:], chain[:-1]] = 10.0
+    return model
+
+
+def talking_model() -> GPT:
     before, sum_of, _, after = (part["text"].encode() for part in SAID)
     call = [SPECIAL("<|python_start|>"), *sum_of, SPECIAL("<|python_end|>")]
     first = [SPECIAL("<|assistant_start|>"), *before, *call]
-    for chain in (first, [SPECIAL("<|output_end|>"), *after, SPECIAL("<|assistant_end|>")]):
-        for token, successor in zip(chain, chain[1:]):
-            model.lm_head.weight.data[successor, token] = 10.0
-    return model
+    return chained_model(first, [SPECIAL("<|output_end|>"), *after, SPECIAL("<|assistant_end|>")])
 
 
 def chat(*contents) -> list[dict]:
@@ -457,6 +462,33 @@ def run_async(test):
 async def until(condition) -> None:
     while not condition():
         await asyncio.sleep(0.005)
+
+
+def test_changed_notes_are_read_again_before_the_next_question(tmp_path, monkeypatch):
+    """A new note, one changed within the same second to the same size, a deleted one."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    (folder / "a.md").write_text("The bicycle is red.")
+    make_library(str(folder))
+    # It searches for the word that it is asked, and quotes all that it finds.
+    searching = chained_model([SPECIAL("<|assistant_start|>"), SPECIAL("<|python_start|>"), *b'search("'])
+    running = Running(tmp_path, {"sft": searching}, "--library=notes")
+
+    def found() -> str:
+        time.sleep(1)  # a look that took long is not repeated at once
+        return running.ask("kettle", max_tokens=99).choices[0].message.parts[1]["text"]
+
+    try:
+        note = folder / "b.md"
+        for nanoseconds, text in enumerate(("The kettle is new.", "The kettle is old.")):
+            note.write_text(text)
+            os.utime(note, ns=(0, nanoseconds))
+            assert found() == text
+        note.unlink()
+        assert found() == "nothing"
+    finally:
+        running.process.kill()
 
 
 def test_the_page_runs_its_own_scripts_only(server):

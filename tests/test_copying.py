@@ -100,7 +100,7 @@ def plain_answer(model, question: str, prompt: list[int], count: int) -> list[in
             written += RAW[token]
         else:
             if token == after:
-                result = Tools(Shelf()).result(written.decode(), TOKENIZER, 0, 512)
+                result = Tools(Shelf()).result(written.decode(), TOKENIZER, 0, 170)
                 tokens += [SPECIAL("<|output_start|>"), *TOKENIZER.encode(result), SPECIAL("<|output_end|>")]
                 if result == NOTHING and len(question) % 2:     # the shelf has something about the question
                     result = PASSAGE

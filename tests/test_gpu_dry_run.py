@@ -3,10 +3,11 @@ import itertools
 
 import pytest
 import torch
-from dry_step import META, PHASES, DryStep, dry_step, one_rank_of
+from dry_step import META, PHASES, DryStep, dry_step
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
+from bench.harness import one_rank_of
 from bench.sent import sent_bytes
 from nanochat.model import loss
 from nanochat.model.gpt_config import config_from_depth

@@ -139,15 +139,36 @@ def test_the_defaults_of_pretraining_fit_into_80_gb():
 
 
 def test_the_first_hour_runs_to_its_end_without_a_gpu(base_folder):
-    """In small: every part in a process of its own that ends well; what needs a GPU says so."""
+    """In small: every part in a process of its own that ends well, and each arm is another model."""
     done = run_module("bench.gpu_first_hour", "--rehearse")
     assert done.returncode == 0, done.stderr
     page = (base_folder / "gpu_first_hour.md").read_text()
-    assert page.count(" s, exit code 0\n") == page.count("\n## ") == 1 + 4 + 3 + 1 + 1, page
-    assert "| NCCL | needs two GPUs | - | - |" in page
-    *_, first, _, _, again = re.findall(r"step 00002/00002 \| validation (\S+) ", page)
-    assert first == again, "resumed at its half"
-    assert re.fullmatch(r"Furthest from its estimate: -m bench.* --rehearse: .*, [\d.]+ of it", page.splitlines()[-1])
+    assert page.count(" s, exit code 0\n") == page.count("\n## ") == 6, page
+    measured = dict(re.findall(r"\| (.+): bits per byte \| (\S+) ", page))
+    assert list(measured) == ["8 bits", "bfloat16", "offset keys", "no offset"] and len(set(measured.values())) == 4
+
+
+def test_ours_beside_nanochat_is_one_table(tmp_path):
+    """Stand-ins print the lines of the two programs, nanochat's as in its scripts/base_train.py."""
+    copy_scripts(tmp_path)
+    (tmp_path / "runs" / "beside.sh").write_bytes((REPO / "runs" / "beside.sh").read_bytes())
+    write_python(tmp_path, """case $1 in torchrun) echo "run: 9 steps, 1,024 tokens, 7e17 FLOPs
+step 00000/00009 | validation 3.1000 bits per byte
+step 00008/00009 (100.0%) | smoothed loss 3.0 | lrm 0.05 | 120 ms | 4,400,000 tok/s | mfu 30.0% | 3m done, 0s left
+step 00009/00009 | validation 0.8123 bits per byte" ;; esac
+""")
+    write_python(tmp_path / "peer", """case $* in *base_train*) echo "Total number of training tokens: 1,026
+step 00008/00009 (99.00%) | loss: 3.0 | dt: 120.00ms | tok/sec: 4,300,000 | bf16_mfu: 30.00"
+echo "Step 00009 | Validation bpb: 0.812345
+Minimum validation bpb: 0.800000 $*" ;; esac
+""")
+    (tmp_path / ".venv" / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0; echo GPU 1")
+    (tmp_path / ".venv" / "bin" / "nvidia-smi").chmod(0o755)
+    done = bash(tmp_path, "runs/beside.sh", "peer", NANOCHAT_NO_VENV="1", NANOCHAT_BASE_DIR=f"{tmp_path}",
+                PATH=f"{tmp_path}/.venv/bin:/usr/bin:/bin")
+    assert done.stdout.splitlines()[-2:] == [
+        "| ours | 1,024 | 0.8123 | 4,400,000 |", "| nanochat | 1,026 | 0.812345 | 4,300,000 |"], done.stderr
+    assert "-m torch.distributed.run --standalone --nproc_per_node=2 -m scripts.base_train -- --" in done.stdout
 
 
 ALONE = """

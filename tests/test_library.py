@@ -241,22 +241,34 @@ def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
     assert statistics.mean(answered) >= 0.83 and statistics.mean(refused) >= 0.9
 
 
+def test_the_readme_shows_what_its_notes_answer():
+    """Searches and results as they are printed there, and one of the German note."""
+    library = made(REPO / "docs/notes")
+    shown = re.findall(r'search\(" (.+)"\) = (.+?)\]', (REPO / "README.md").read_text("utf-8"))
+    assert len(shown) == 2
+    for words, result in shown:
+        found = library.search(words)
+        assert result == (f"{found.text} ({found.place})" if found else "nothing")
+    assert "Mitte Mai" in library.search("Tomaten ins Beet").text
+
+
 # ---- Making one
 
-def test_a_library_of_changed_files_says_so(folder, capsys):
-    def changes() -> str:
-        capsys.readouterr()
-        open_library("notes")
-        return capsys.readouterr().out
-
-    (folder / "a.md").write_text("First.")
-    place = make_library(str(folder))
-    assert place == library_path("notes") and changes() == ""
-    os.utime(folder / "a.md", (place.stat().st_mtime + 9,) * 2)
-    assert str(folder) in changes()
-    (folder / "a.md").unlink()
-    folder.rmdir()
-    assert changes() == "" and Library(place).lookup("a").text == "First."
+def test_a_changed_file_is_read_again_as_before_wherever_its_library_lies(folder, tmp_path, capsys):
+    """Same field and encoding, silently; after an error, which is said once, the library stays."""
+    note, moved = folder / "a.csv", tmp_path / "moved.sqlite"
+    note.write_bytes(b"body\nGr\xfcn.\n")
+    made(folder, field="body", encoding="latin-1").path.rename(moved)
+    tools = open_library(str(moved))
+    note.write_bytes(b"body\nR\xf6tlich.\n")
+    capsys.readouterr()
+    tools.refresh()
+    assert capsys.readouterr() == ("", "")
+    note.unlink()
+    for _ in range(2):
+        tools.refresh()
+    assert capsys.readouterr().err.count("nothing to read") == 1
+    assert tools.library.lookup("a").text == Library(moved).lookup("a").text == "R\xf6tlich."
 
 
 def test_the_manifest_has_what_makes_the_same_library_and_sees_any_change_of_a_file(folder):
@@ -314,7 +326,7 @@ def test_a_search_is_bounded_in_work_not_in_time_and_says_that_it_was_cut_off(fo
     monkeypatch.setattr(reader, "MOST_WORK", 2)
     assert library.search("What is the code of box 17034?").text == "The code of box 17034 is 1703417034."
     tools = Tools(library)
-    assert "too long" in tools.result("search('code box')", Tokenizer([]), calls=0, context=300)
-    assert tools.result("search('pears')", Tokenizer([]), calls=0, context=300) == "nothing"
+    assert "too long" in tools.result("search('code box')", Tokenizer([]), calls=0, room=100)
+    assert tools.result("search('pears')", Tokenizer([]), calls=0, room=100) == "nothing"
     assert tools.asked(["code box"]) == ("code box", True), "its result says so"
     assert len(passages_of("search", str(library.path), "train")) > 15_000, "training reads all, however long it takes"

@@ -260,7 +260,7 @@ def check_spelling(conversation: dict) -> tuple[str, int]:
         word = re.search(rf'[ "]{conversation["word"]}\b', question)[0].lstrip('"')  # as its tokens are there
         letters, call = "-".join(word.strip()), f'spell("{word}")'
         assert calls == [("python", call), ("python_output", letters)] and answer == f"{letters}."
-        assert Tools().result(call, Tokenizer([]), calls=0, context=512) == letters
+        assert Tools().result(call, Tokenizer([]), calls=0, room=170) == letters
         return "spell", 0
     word = re.search('"([a-z]+)"', question)[1]
     letter = re.search(r" ([a-z])(?:'s)?[ ?.]", question)[1]
@@ -523,6 +523,13 @@ def test_json_forms(tmp_path, capsys):
             assert list(map(in_short, make_task(f"json:{path}:all", split))) == list(FORMS.values())
         said = capsys.readouterr().out
         assert said.count("\n") == 1 and said.rpartition(": ")[2].split(", ")[0] == "id" and "tools" in said
+
+
+def test_the_readme_trains_on_a_file_that_calculates_right():
+    path = re.search(r"json:(\S+:all)", (REPO / "README.md").read_text("utf-8"))[1]
+    answers = [conversation["messages"][-1]["content"] for conversation in make_task(f"json:{REPO / path}", "train")]
+    results = [calculate(answer[0]["text"]) == answer[1]["text"] for answer in answers if isinstance(answer, list)]
+    assert results and all(results)
 
 
 USER = {"role": "user", "content": "x"}

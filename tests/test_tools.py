@@ -13,7 +13,7 @@ from nanochat.inference.detokenizer import Delta, to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.retrieval import Passage
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import MOST_CALLS, RESULT_SHARE, Tools, shortened
+from nanochat.inference.tools import MOST_CALLS, Tools, shortened
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.serve.openai_requests import ChatRequest
@@ -54,7 +54,7 @@ class Shelf:
     ("1 / 0", None),
 ])
 def test_what_comes_back(expression, result):
-    assert Tools(Shelf()).result(expression, TOKENIZER, calls=0, context=300) == result
+    assert Tools(Shelf()).result(expression, TOKENIZER, calls=0, room=100) == result
 
 
 def test_a_result_is_cut_at_a_sentence():
@@ -68,7 +68,7 @@ def test_a_result_is_cut_at_a_sentence():
     assert shortened(code, TOKENIZER, 64) == code and shortened(code, TOKENIZER, 24) == "Do this."
     one = shortened("桂花" * 500, TOKENIZER, 64)  # no sentence ends, and a token may be a part of a character
     assert one and ("桂花" * 500).startswith(one)
-    found = Tools(Shelf()).result("lookup('str.partition')", TOKENIZER, 0, context=30 * RESULT_SHARE)
+    found = Tools(Shelf()).result("lookup('str.partition')", TOKENIZER, 0, room=30)
     assert PARTITION.startswith(found) and 0 < len(TOKENIZER.encode(found)) <= 30
 
 

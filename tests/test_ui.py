@@ -356,22 +356,26 @@ def test_whatever_is_written_is_text(visit):
     wait_until(lambda: me.clipboard() == f"{evil}\n**plain**", me.page)
 
 
-def test_a_passage_unfolds_with_its_place(visit):
-    """By keyboard; what was not found is a box as of the calculator."""
+def test_a_passage_unfolds_with_its_place_and_the_quotation_marked(visit):
+    """By keyboard; code at its end is a block; what was not found is a box as of the calculator."""
     me = visit()
-    source = {"title": "Cellar", "place": "wine.md:14"}
-    passage = {"type": "python_output", "text": "Wine <b>keeps</b>", "source": source}
+    source = {"title": "Cellar", "place": "wine.md:14", "before": "It is <i>old</i>."}
+    text, code = "Wine <b>keeps</b> cool.", "# *cool*\n  run"
+    passage = {"type": "python_output", "text": "Wine <b>ke", "source": source}
     me.reply(
+        {"part": {"type": "python", "text": "search('x')"}}, {"part": {"type": "python_output", "text": "nothing"}},
         {"part": {"type": "python", "text": "lookup('cel"}}, {"part": {"type": "python", "text": "lar')"}},
-        {"part": passage}, {"part": {"type": "python_output", "text": " cool."}}, {"content": "Wine keeps cool."},
-        {"part": {"type": "python", "text": "search('x')"}}, {"part": {"type": "python_output", "text": "nothing"}})
+        {"part": passage}, {"part": {"type": "python_output", "text": f"eps</b> cool. Run:\n```\n{code}\n```"}},
+        {"content": text})
     me.ask("cellar?")
     details = me.answers.locator("details.passage")
-    assert details.inner_text() == "looked up: Cellar" and me.answers.locator("b").count() == 0
+    assert details.inner_text() == "looked up: Cellar" and me.answers.locator("b, i").count() == 0
     details.locator("summary").focus()
     me.page.keyboard.press("Enter")
     assert details.inner_text().split("\n") == [
-        "looked up: Cellar", "lookup('cellar')", "Wine <b>keeps</b> cool.", "from wine.md:14"]
+        "looked up: Cellar", "lookup('cellar')", f"It is <i>old</i>. {text} Run:", "Copy", *code.split("\n"),
+        "from wine.md:14"]
+    assert details.locator("mark").all_inner_texts() == [text]
     assert me.answers.locator(".tool").all_inner_texts() == ["search('x')\n= nothing"]
 
 

@@ -4,8 +4,11 @@ Passages of a folder or of Python's documentation: `python -m scripts.library` m
 A passage's title is a Python object's name, the heading above it, or else its file's; passages.py says what a passage
 of a file is. nanochat/inference/retrieval.py reads what this module writes.
 """
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,16 +28,16 @@ from nanochat.corpus.own_files import (
 from nanochat.corpus.passages import CONTROL, split_paragraph, text_passages
 from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
 from nanochat.data.sentences import sentence_ends
-from nanochat.inference.retrieval import FORM, connect, key_of, last_part, library_path
+from nanochat.inference.retrieval import FORM, Library, connect, key_of, last_part, library_path
 from nanochat.inference.tools import Tools, open_tools
 from nanochat.inference.words import parts, stems, words
-from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.progress import progress
 
 # Characters of a text that are read at a time. Only logs are longer; a longer text loses the headings above a cut.
 PIECE = 1 << 24
+PATIENCE = 10  # seconds that a question waits while changed files are read
 SCHEMA = """
 PRAGMA journal_mode = OFF; BEGIN;
 CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
@@ -55,10 +58,11 @@ CREATE INDEX names ON passages(last, key);
 """
 
 
-def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8") -> Path:
+def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8",
+                 quiet: bool = False) -> Path:
     """
     Make the library of a folder or file, or of "python"; print and return its path. The settings are the command's, see
-    scripts/library.py. An existing library is replaced as a whole.
+    scripts/library.py. An existing library is replaced as a whole. quiet: print nothing.
     """
     files = ""
     if source == "python":
@@ -68,7 +72,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         source = str(path)
         files = fingerprint(source)  # before they are read: a file that changes meanwhile is noticed
         name = name or LIBRARY_KIND.sub("", path.name)
-        passages = file_passages(path, encoding, field)
+        passages = file_passages(path, encoding, field, quiet)
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
@@ -96,26 +100,66 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
         database.executescript(FINISH)
         database.close()
-    print(f"{place}: {count:,} passages, {place.stat().st_size / 1e6:.1f} MB")
+    if not quiet:
+        print(f"{place}: {count:,} passages, {place.stat().st_size / 1e6:.1f} MB")
     return place
 
 
+class FreshTools(Tools):
+    """Tools whose library is made again when the user's files that it was made from have changed."""
+
+    def __init__(self, library: Library | None, copying: bool) -> None:
+        super().__init__(library, copying)
+        self.files = "not looked yet"           # fingerprint at the last look
+        self.next_look = 0.0                    # of time.monotonic()
+        self.reader = ThreadPoolExecutor(1)     # one reading at a time
+
+    def refresh(self) -> None:
+        """Look for changes. A question waits for the reading, but after PATIENCE the old library answers it."""
+        # Python's documentation has no fingerprint.
+        if self.library and self.library.manifest["files"]:
+            wait([self.reader.submit(self.read_changes, self.library)], PATIENCE)
+
+    def read_changes(self, library: Library) -> None:
+        """library: the present one. It stays after an error, which is one line for each state of the files."""
+        began = time.monotonic()
+        if began < self.next_look:
+            return
+        source = library.manifest["source"]
+        try:
+            files = fingerprint(source)
+            looked = time.monotonic()
+            # A second for 20,000 files. If it takes longer than a tenth of one, nine times that pass before the next.
+            self.next_look = looked + 10 * (looked - began) - 1
+            if files == self.files:
+                return
+            self.files = files
+            # It may be as new as they are, if another process has made it. Then its settings are also the new ones.
+            made = Library(library.path)
+            if made.manifest["files"] != files:
+                # An absolute name is a path: the file that is open is replaced, wherever it lies.
+                name = str(library.path.absolute().with_suffix(""))
+                settings = made.manifest["field"], made.manifest["encoding"]
+                made = Library(make_library(source, name, *settings, quiet=True))
+            self.library = made
+            if time.monotonic() > looked + 1:
+                print(f"{source} has changed and was read again", file=sys.stderr)
+        # Whatever is wrong with the files: an answer from the library as it was is better than none.
+        except Exception as error:
+            print(f"{source} has changed, but cannot be read again: {first_line(error)}", file=sys.stderr)
+
+
 def open_library(file: str | None, copying: bool = True) -> Tools:
-    """The tools with a library, see `open_tools`; a warning if a file of its source is newer."""
-    tools = open_tools(file, copying)
-    if tools.library and tools.library.manifest["source"] != "python":
-        source = tools.library.manifest["source"]
-        made = tools.library.path.stat().st_mtime
-        if any(file.stat().st_mtime > made for file in files_below(Path(source), Notes(list))):
-            again = f"python -m scripts.library --source={source}"
-            print0(f"warning: {source} has changed since {tools.library.path} was made: {again}")
+    """The tools with a library, see `open_tools`, which is made again if its files have changed."""
+    tools = FreshTools(open_tools(file, copying).library, copying)
+    tools.refresh()
     return tools
 
 
 # ---- Passages
 
-def file_passages(source: Path, encoding: str, field: str) -> Iterator[tuple[str, str, str, str]]:
-    """(title, text, place, context) of all files' passages; at the end those that could not be read are printed."""
+def file_passages(source: Path, encoding: str, field: str, quiet: bool) -> Iterator[tuple[str, str, str, str]]:
+    """(title, text, place, context) of all files' passages; then, unless quiet, what could not be read is printed."""
     notes = Notes(list)
     for file in files_below(source, notes, LIBRARY_KIND):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
@@ -136,7 +180,8 @@ def file_passages(source: Path, encoding: str, field: str) -> Iterator[tuple[str
         # Parsers raise all kinds of errors. One damaged file must not prevent a library of the others.
         except Exception as error:
             notes["could not be read, or not to the end"].append(f"{name} ({first_line(error)})")
-    say(notes)
+    if not quiet:
+        say(notes)
 
 
 def python_passages() -> Iterator[tuple[str, str, str, str]]:

@@ -24,6 +24,10 @@ from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
 GREEDY = SamplingParams(temperature=0.0)
+# The tasks of nanochat's ChatCORE, with its accuracy of guessing. Its SpellingBee counts letters of real words, ours
+# also spells them.
+CHATCORE = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25, "GSM8K": 0.0, "HumanEval": 0.0,
+            "SpellingBee (real words)": 0.0}
 
 
 class Evaluation(NamedTuple):
@@ -162,6 +166,17 @@ def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[
 def accuracy(correct: list[list[bool]]) -> float:
     """Mean over problems and samples."""
     return fmean(itertools.chain.from_iterable(correct))
+
+
+def chatcore(accuracies: dict[str, float]) -> float | None:
+    """
+    The mean of (accuracy − guessing) / (1 − guessing) over the tasks of CHATCORE: 0 for guessing, 1 for perfect. None
+    unless all were measured. accuracies: by the task's name. As in nanochat before its rewrite of September 2026, which
+    keeps only the multiple choice.
+    """
+    if not CHATCORE.keys() <= accuracies.keys():
+        return None
+    return fmean((accuracies[name] - guessing) / (1 - guessing) for name, guessing in CHATCORE.items())
 
 
 def pass_at(correct: list[list[bool]], k: int) -> float:

@@ -39,6 +39,8 @@ from nanochat.runtime.stopping import until_stopped
 
 # Tokens of prompts that are read in one step: several short prompts take hardly longer than one.
 MOST_READ = 512
+# A result may fill 1 / RESULT_SHARE of the context, as the question comes before it.
+RESULT_SHARE = 3
 # "stop": a stop token; "length": max_tokens or the end of the context.
 FinishReason = Literal["stop", "length"]
 
@@ -292,7 +294,9 @@ class Engine:
 
     def _call(self, answer: Answer, expression: str) -> str | None:
         """Queue an expression's result and return it; None if it has none."""
-        result = self.tools.result(expression, self.tokenizer, answer.calls, self.context)
+        # The answer quotes it.
+        room = min(self.context // RESULT_SHARE, (answer.limit - len(answer.tokens)) // 2)
+        result = self.tools.result(expression, self.tokenizer, answer.calls, room)
         answer.calls += is_call(expression)
         if result is not None:
             answer.output.extend([self.output_start, *self.tokenizer.encode(result), self.output_end])

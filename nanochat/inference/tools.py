@@ -34,8 +34,6 @@ REFUSALS = {
 }
 # Calls in one answer: a model that repeats itself would never end.
 MOST_CALLS = 3
-# A result may fill 1 / RESULT_SHARE of the context: the question comes before it, and the answer quotes it.
-RESULT_SHARE = 3
 # Characters of a user's question that are looked up as a whole, the last ones.
 MOST_WORDS = 200
 # Methods of a library that a model can call.
@@ -54,6 +52,9 @@ class Tools:
         self.library = library
         self.copying = copying and library is not None
         self.is_own = self.copying and library.is_own
+
+    def refresh(self) -> None:
+        """Called before each question, in any thread: read what has changed (nanochat/corpus/make_library.py)."""
 
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds; if the library is not read to the end, a sentence that says so."""
@@ -95,10 +96,10 @@ class Tools:
                 return words, True
         return searches[0], False
 
-    def result(self, expression: str, tokenizer: Tokenizer, calls: int, context: int) -> str | None:
+    def result(self, expression: str, tokenizer: Tokenizer, calls: int, room: int) -> str | None:
         """
         The result; None for a text that is neither a call nor for the calculator: then the model goes on.
-        calls: how many this answer has made before; arithmetic does not count. context: the model's, in tokens.
+        calls: how many this answer has made before; arithmetic does not count. room: most tokens of a passage.
         """
         call = TOOL_CALL.fullmatch(expression)
         if call is None:
@@ -106,9 +107,9 @@ class Tools:
         if calls >= MOST_CALLS:
             return NOTHING
         if call[1] == "spell":
-            return shortened("-".join(call[3].strip()), tokenizer, context // RESULT_SHARE)
+            return shortened("-".join(call[3].strip()), tokenizer, room)
         passage = self.find(expression)
-        return shortened(passage.text, tokenizer, context // RESULT_SHARE) if passage else NOTHING
+        return shortened(passage.text, tokenizer, room) if passage else NOTHING
 
 
 def open_tools(library: str | None, copying: bool = True) -> Tools:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -45,29 +45,32 @@ FREE_SHARE = 0.95
 # ---- A step, as base_train makes it
 
 def set_up_training(
-    config: GPTConfig, dtype: torch.dtype, device: torch.device, zero_stage: int = 2, compiled: bool = False
+    config: GPTConfig, dtype: torch.dtype, device: torch.device, zero_stage: int = 2, compiled: bool = False,
+    recipe: Recipe | None = None,
 ) -> tuple[GPT, Sharding, tuple]:
-    """(model, sharding, optimizers), as for a long run; `device` may be "meta"."""
+    """(model, sharding, optimizers); `device` may be "meta". recipe: None: a long run's."""
     model = model_without_memory(config)
     weights = None if device.type == "meta" else partial(model.draw, seed=0)
     sharding = shard_model(model, model.units(), device, dtype, zero_stage, weights=weights)
     if compiled:
         compile_model(model)
-    recipe = LONG_RUN if config.n_layer >= LARGE_DEPTH else Recipe()
-    return model, sharding, setup_optimizers(model, sharding, ema_nesterov=recipe.ema_nesterov)
+    recipe = recipe or (LONG_RUN if config.n_layer >= LARGE_DEPTH else Recipe())
+    return model, sharding, setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr,
+                                             weight_decay=recipe.weight_decay, ema_nesterov=recipe.ema_nesterov)
 
 
-def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Tensor, micro_steps: int) -> None:
-    """One optimizer step. tokens: (rows, T + 1), the same in every micro-step."""
+def whole_rows(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch of `train_step` from (rows, T + 1) tokens. Each row is one document: masks take their usual time."""
     inputs = tokens[:, :-1].contiguous()
-    targets = tokens[:, 1:].contiguous()
-    # Each row is one document: masks take the time that they take in training.
-    rows, length = inputs.shape
-    cu_seqlens = document_offsets([], rows, length).to(inputs.device)
-    for micro_step in range(micro_steps):
-        with sharding.accumulate(last=micro_step == micro_steps - 1):
+    return inputs, tokens[:, 1:].contiguous(), document_offsets([], *inputs.shape).to(inputs.device)
+
+
+def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, batches: Sequence[tuple]) -> None:
+    """One optimizer step. batches: (inputs, targets, cu_seqlens, …) of each micro-step, as a loader gives them."""
+    for number, (inputs, targets, cu_seqlens, *_) in enumerate(batches, 1):
+        with sharding.accumulate(last=number == len(batches)):
             loss = model(inputs, targets, cu_seqlens=cu_seqlens)
-            (loss / micro_steps).backward()
+            (loss / len(batches)).backward()
     stats = sharding.reduce_and_clip(loss)
     for optimizer in optimizers:
         optimizer.step(stats)
@@ -133,10 +136,11 @@ def main(
         GPTConfig(**config), getattr(torch, dtype), device, compiled=compiling)
     model.activation_checkpointing = checkpointing
     tokens = torch.randint(0, model.config.vocab_size, (rows, model.config.sequence_len + 1), device=device)
+    batches = [whole_rows(tokens)] * micro_steps
     times = []
     for _ in range(STEPS):
         began = time.perf_counter()
-        train_step(model, sharding, optimizers, tokens, micro_steps)
+        train_step(model, sharding, optimizers, batches)
         synchronize(device)
         times.append(time.perf_counter() - began)
     print0(1000 * min(times[1:]))

@@ -70,10 +70,9 @@ def create_app(
         for model in models:
             model.start()
         # The event loop itself keeps no reference to a task.
-        following = asyncio.create_task(follow(models, newer)) if newer else None
+        following = asyncio.create_task(follow(models, newer))
         yield
-        if following:
-            following.cancel()
+        following.cancel()
         for model in models:
             model.stop()
             model.thread.join(10)
@@ -85,9 +84,9 @@ def create_app(
     return app
 
 
-async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | None]) -> None:
-    """Serve each new model, and stop the others once their answers have ended."""
-    while True:
+async def follow(models: list[ServedModel], newer: Callable[[], ServedModel | None] | None) -> None:
+    """Serve each new model, and stop the others once their answers have ended. Without `newer` there are none."""
+    while newer:
         await asyncio.sleep(LOOK_EVERY)
         try:
             model = await asyncio.to_thread(newer)
@@ -163,7 +162,7 @@ class Api:
         return {
             "id": model.id, "object": "model", "created": 0, "owned_by": "nanochat",
             "context_length": model.context, "max_tokens": min(self.max_new_tokens, model.context),
-            "chat": model.chats, "examples": list(model.examples), **self.defaults,
+            "chat": model.chats, "examples": model.examples, **self.defaults,
         }
 
     async def answer(self, kind: type[BaseRequest], make_reply: type[Reply], http: HttpRequest) -> Response:
@@ -195,6 +194,7 @@ class Api:
     def read(self, kind: type[BaseRequest], body: bytes) -> tuple[BaseRequest, ServedModel, Request]:
         asked = kind.parse(body, self.defaults)
         model = self.find(asked.model)
+        model.tools.refresh()
         return asked, model, asked.prepare(model, self.max_new_tokens)
 
 

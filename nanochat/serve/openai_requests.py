@@ -7,8 +7,9 @@ Extensions:
     parts                 in an answer's message, and in an assistant's message of a request: everything in order, as
                           [{"type": "text" | "python" | "python_output", "text": ...}, ...]. Calls of the model's own
                           tools and their results are here, not in `content`; a library's passage has a
-                          "source", {"title": ..., "place": "notes/wine.md:14"}. In a request `parts` (or a list of such
-                          parts as `content`) replaces `content`, so a received message can be sent back.
+                          "source", {"title": ..., "place": "notes/wine.md:14"}, and "before" if text precedes it. In
+                          a request `parts` (or a list of such parts as `content`) replaces `content`, so a received
+                          message can be sent back.
     delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: more text of part k. OpenAI's Python
                           client appends it there, its JavaScript client does not. Text is in `content` as well
     truncation            "auto": the oldest turns of a conversation are left out if the answer would lack room, a
@@ -126,7 +127,7 @@ class BaseRequest(BaseModel):
         try:
             asked = cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
         except ValidationError as errors:
-            error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
+            error = errors.errors()[0]
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
         for name, value in asked.model_extra.items():
@@ -282,7 +283,7 @@ class ChatRequest(BaseRequest):
 
         kept = turns
         if self.truncation == "auto":
-            room = min(self.max_tokens, model.context // 4)
+            room = min(self.max_tokens, model.context // 2)
             kept = recent(turns, lambda messages: len(encoded(messages)), model.context - room)
         return {"prompts": [encoded(kept)], "forgotten": len(turns) - len(kept)}
 

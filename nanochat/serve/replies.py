@@ -47,13 +47,13 @@ class Choice:
             is_content = self.detokenizer.type == "text" and token not in self.detokenizer.starts
             if chunk.logprobs:
                 self.held.append(PlacedLogprob(chunk.logprobs[number], is_content, self.written))
-            self.written += length_of(new)
+            self.written += sum(len(delta.text) for delta in new)
             self.tokens += not chunk.is_echo
             deltas += new if chunk.is_echo else self.searched(new)
         if chunk.finish_reason:
             deltas += self.searched(self.detokenizer.end()) + self.stop.end()
         self.finish_reason = "stop" if self.stop.found else chunk.finish_reason
-        self.shown += length_of(deltas)
+        self.shown += sum(len(delta.text) for delta in deltas)
         # The last tokens may have no text; but what a stop string cuts off stays hidden.
         is_whole = self.finish_reason and not self.stop.found
         count = sum(bool(is_whole) or one.offset < self.shown for one in self.held)
@@ -64,10 +64,6 @@ class Choice:
     def searched(self, deltas: list[Delta]) -> list[Delta]:
         """What of these is neither a stop string nor the beginning of one."""
         return [shown for delta in deltas for shown in self.stop.add(delta)]
-
-
-def length_of(deltas: list[Delta]) -> int:
-    return sum(len(delta.text) for delta in deltas)
 
 
 class Reply:
@@ -110,7 +106,10 @@ class Reply:
     def source(self, choice: Choice, part: Json) -> Json:
         """Where the passage that a part begins comes from; {} if the part is not a passage."""
         passage = self.model.tools.source([*choice.parts, part])
-        return {"source": {"title": passage.title, "place": passage.place}} if passage else {}
+        # Made again since the call, the library may find another passage.
+        if passage and passage.text.startswith(part["text"]):
+            return {"source": {name: value for name, value in passage._asdict().items() if value and name != "text"}}
+        return {}
 
     def described(self, choice: Choice, content: Json, placed: Sequence[PlacedLogprob]) -> Json:
         logprobs = self.show(placed) if placed else None

@@ -136,8 +136,8 @@ def citations(parts: list[Json]) -> list[Json]:
     found = []
     for number, part in enumerate(parts):
         if "source" in part:
-            texts = [i for i, later in enumerate(parts) if i > number and later["type"] == "text"]
-            end = len(text_of(parts[: texts[0] + 1] if texts else parts))
+            texts = [later for later in parts[number:] if later["type"] == "text"]
+            end = len(text_of(parts[:number] + texts[:1]))
             place = part["source"]["place"]
             found.append({"type": "file_citation", "index": end, "file_id": place, "filename": file_of(place) or place})
     return found

@@ -29,6 +29,7 @@ from nanochat.data.sentences import sentence_ends
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import get_tokenizer
+from nanochat.inference.retrieval import passage_of
 from nanochat.inference.tools import NOTHING, REFUSAL, open_tools, refusal
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of
@@ -326,12 +327,12 @@ def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
     rows = library.query("SELECT title, text, place FROM passages ORDER BY id")
     found = []
     for index in shuffled(len(rows), f"{tool}:passages"):
-        title, text, _ = rows[index]
-        if split_of(text) != split:
+        passage = passage_of(*rows[index])
+        if split_of(passage.text) != split:
             continue
         # The tool finds the first passage of a title, so only that one can be looked up.
-        if library.lookup(title) == rows[index] if tool == "lookup" else what_is_asked(text)[1]:
-            found.append((title, text))
+        if library.lookup(passage.title) == passage if tool == "lookup" else what_is_asked(passage.text)[1]:
+            found.append((passage.title, passage.text))
         if len(found) == SIZES[split]:
             break
     if not found:
