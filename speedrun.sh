@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# From an empty machine to a model you can talk to, evaluated at every stage, and its report: the commands for eight
-# H100s (2 to 4 hours, estimated; never run on eight). Other GPUs change eight variables; without a GPU runs/cpu.sh
-# runs, 12 minutes on two slow cores.
+# From an empty machine to a model you can talk to, evaluated at every stage, and its report: on eight H100s in 2 to 3
+# hours (estimated; never run on eight), on one in any --hours. Without a GPU runs/cpu.sh runs: 12 minutes on two cores.
 #
 #     bash speedrun.sh                # stopped or failed? Run it again: finished steps stay, training goes on
 #     bash speedrun.sh --chat --folder=~/notes    # a page shows the run, then chats, and looks things up in your files
 #     bash speedrun.sh --full         # on a CPU: twice the layers, three times the minutes
 #     bash speedrun.sh --rehearse     # every stage in small; on GPUs, first three steps of the real model
+#     bash speedrun.sh --hours=2      # on GPUs the largest model whose stages all end in that time; or --depth=16
 #     bash speedrun.sh --plan=8,H100,80 --price=2.5  # only shows the commands for 8 H100 of 80 GB, hours and dollars
 #     bash speedrun.sh --run=NAME     # also logs training on GPUs to wandb, after `wandb login`
 set -euo pipefail
-chat="" folder="" library="" depth=2 stages=cpu plan="" price="" wandb=""
+chat="" folder="" library="" depth=2 stages=cpu plan="" choose="" wandb=""
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;; --full) depth=4 ;; --rehearse) stages=rehearsal ;; --run=?*) wandb=$argument ;;
-        --plan=?*) plan=${argument#*=} ;; --price=?*) price=$argument ;;
+        --plan=?*) plan=${argument#*=} ;; --price=?* | --hours=?* | --depth=?*) choose+=" $argument" ;;
         --folder=?*) folder=${argument#*=} folder=${folder/#\~/$HOME}
             [[ $folder == /* ]] || folder=$PWD/$folder  # a relative path begins where you are
             # The library is called after the folder or file; "python" is Python's own.
@@ -35,19 +35,19 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
 once() { python -m scripts.once ${plan:+--show} "$@"; }  # not again what is done; a plan only shows it
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-[ -n "$plan" ] || [ "$gpus" -ge 1 ] || { . runs/$stages.sh; exit; }
+[ "$gpus$plan" != 0 ] || [ -z "$choose$wandb" ] || { echo "error:$choose $wandb: there is no GPU here" >&2; exit 2; }
+[ "$gpus$plan" != 0 ] || { . runs/$stages.sh; exit; }
 
-# ---- Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125; docs/gpus.md
-# What fits here, or on the planned GPUs, in how many hours; ends here if nothing does.
-python -m scripts.plan --file="$NANOCHAT_BASE_DIR/once/gpus" $price \
+# ---- What fits here, or on the planned GPUs, and ends in the hours. Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4
+# RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125 RL=467 SAMPLES=256; docs/gpus.md
+python -m scripts.plan --file="$NANOCHAT_BASE_DIR/once/gpus" $choose \
     ${plan:+"--gpus=${plan%%[,x]*}" "--gpu=${plan#*[,x]}"}
 . "$NANOCHAT_BASE_DIR/once/gpus"
 tag=speedrun-d$DEPTH run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 -m"
-keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $wandb"
+keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $wandb" go="--model_tag=$tag --resume=auto $keep"
 model="--depth=$DEPTH --target_param_data_ratio=$RATIO --device_batch_size=$ROWS --save_every=1000 $keep"
-[ -n "$plan" ] || . runs/trial.sh  # three such steps before anything is downloaded: do they fit, and save?
-[ $stages = cpu ] || [ -n "$plan" ] || { . runs/$stages.sh; exit; }
-page=(python -m scripts.chat_web --source=rl --model_tag=$tag ${folder:+--library=$library})
+[ -n "$plan" ] || { . runs/trial.sh; [ $stages = cpu ] || { . runs/$stages.sh; exit; }; }  # three such steps, first
+page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=$library})
 [ -z "$chat" ] || [ -n "$plan" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live
 
 # ---- The base model: it learns to continue text
@@ -61,20 +61,20 @@ once $run scripts.base_eval --model_tag=$tag --core_metric_max_per_task=-1  # bi
 judge=($run scripts.chat_eval --model_tag=$tag --max_problems=-1 --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k,
     humaneval, words:climbmix[:256], spellingbee[:256], tinyworld:identity, lookup, search")
 # Mid-training: turns of a conversation, tools, and multiple choice.
-once $run scripts.mid_train --model_tag=$tag --resume=auto --device_batch_size=$ROWS --total_batch_size=524288 \
-    --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 --save_every=200 $keep \
+once $run scripts.mid_train $go --device_batch_size=$ROWS --total_batch_size=524288 \
+    --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 --save_every=200 \
     --tasks="smoltalk, mmlu*3, gsm8k*4, words:climbmix*3, spellingbee[:20000], tinyworld:identity,
         after:lookup+tinyworld:identity[:1000], after:lookup+gsm8k[:2000], lookup, tokens:climbmix,
         lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
 once "${judge[@]}" --source=mid
 # Supervised fine-tuning: few, good conversations, each in a row of its own as in a chat.
-once $run scripts.chat_sft --model_tag=$tag --resume=auto --device_batch_size=$FEW --init_lr_frac=0.02 \
-    --save_every=200 $keep \
+once $run scripts.chat_sft $go --device_batch_size=$FEW --init_lr_frac=0.02 --save_every=200 \
     --tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:climbmix[:600], tinyworld:identity"
 once "${judge[@]}" --source=sft
 # Reinforcement learning: it tries each problem several times, and learns from the answers that are right.
-once $run scripts.chat_rl --model_tag=$tag --resume=auto --task=gsm8k --device_batch_size=$FEW --save_every=20 $keep
-once "${judge[@]}" --source=rl
+[ $RL = 0 ] || once $run scripts.chat_rl $go --task=gsm8k --num_iterations=$RL --device_batch_size=$ROWS \
+    --save_every=20 --sampling_batch_size=$SAMPLES --max_new_tokens=256 --eval_examples=200 --eval_samples=4
+[ $RL = 0 ] || once "${judge[@]}" --source=rl
 once python -m scripts.report --model_tag=$tag
 [ -z "$chat" ] || [ -n "$plan" ] || wait
 echo "talk to it: . ./setup.sh && ${page[*]}"

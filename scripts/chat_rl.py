@@ -28,6 +28,7 @@ examples_per_step = 16      # [1..] problems per optimizer step, over all ranks
 num_samples = 16            # [2..] samples of each problem; they are compared with each other
 max_new_tokens = 512        # [1..] tokens of a sample
 # ---- Batch
+sampling_batch_size = 64    # [1..] samples that a rank generates at a time; halve it when memory runs out
 device_batch_size = 8       # [1..] samples per rank and micro-step; halve it when memory runs out
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
@@ -75,8 +76,6 @@ from nanochat.training.rollouts import rollout_stats, sample_rollouts
 from nanochat.training.session import Session
 from nanochat.training.starting import find_start, load_training, require_same_data
 
-SAMPLES_AT_ONCE = 64  # that a rank generates
-
 # ---- Setup: the model of the previous stage, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
 start = find_start("rl", source, config)
@@ -111,7 +110,7 @@ while True:
     if is_due(step, num_iterations, eval_every):
         with session.evaluation():
             whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
-            right = evaluate_task(held_out, whole_model, tokenizer, SAMPLES_AT_ONCE, eval_examples, sampling,
+            right = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
                                   eval_samples).correct
             samples = sample_answers(held_out, whole_model, tokenizer)
             del whole_model
@@ -129,7 +128,7 @@ while True:
     with metrics.stoppable():
         whole_model = sharding.gather_model()
         answers = sample_rollouts(problems, steps[step][rank::world_size], whole_model, tokenizer, num_samples,
-                                  seed_with(sampling, step), SAMPLES_AT_ONCE)
+                                  seed_with(sampling, step), sampling_batch_size)
         del whole_model
         rollouts = list(itertools.chain.from_iterable(gather_objects(answers)))
     if metrics.stop_requested:

@@ -2,7 +2,7 @@
 What fits, how long it takes, what it costs: by trial here, by formula on GPUs to rent. Exit code 1: nothing does.
 
     python -m scripts.plan                                     # this machine: what speedrun.sh trains on it
-    python -m scripts.plan --depth=12                          # one model on its GPUs: the command that trains it
+    python -m scripts.plan --depth=12                          # the same with so many layers
     python -m scripts.plan --gpus=8 --gpu=H100 --price=2.5     # speedrun.sh on GPUs to rent
     python -m scripts.plan --gpus=64 --gpu=H100 --depth=32 --between=ndr    # one model on them: the fastest layout
 """
@@ -10,20 +10,22 @@ from configurator import configure
 
 # ---- Machine
 gpus = 0                    # [0..] GPUs to rent; 0: this machine's
-gpu = ""                    # which, as in nanochat/runtime/flops.py: H100; of more than one size with its GB: A100,40
+gpu = ""                    # which, as in nanochat/runtime/flops.py: H100; perhaps with its GB: A100,40
 price = 2.5                 # [0..] dollars per GPU and hour; a guess of November 2026 for an H100
 gpus_per_node = 8           # [1..] GPUs on each host
 link = "nvlink4"            # between GPUs of a host: a name in the table of nanochat/plan/machines.py
 between = "ndr"             # between hosts, for each GPU
-# ---- Model and batch
-depth = -1                  # [-1, 1..] layers; -1: as speedrun.sh. On a CPU always its model, with this many layers
+# ---- Model
+depth = -1                  # [-1, 1..] layers; -1: chosen. On a CPU always its model, with this many layers
+# ---- One model on GPUs to rent, if depth is given
 arch = "modern"             # architecture, as in base_train
 vocab_size = 32768          # [1..] tokens
 max_seq_len = 2048          # [1..] tokens per row
-device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: 8, and here up to 32 are tried
+device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: 8
 total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen as in base_train
 target_param_data_ratio = 8.0  # [>0] training tokens per parameter of matrices and head
 # ---- For speedrun.sh
+hours = 0.0                 # [0..] for all stages: the largest depth that ends, with less RL; 0: one that takes a day
 file = ""                   # where its variables are kept, or a CPU's seconds of each step; empty: they are printed
 configure(globals())
 
@@ -41,20 +43,19 @@ import torch
 
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.choice import (
-    MAX_ROWS,
-    SHARD,
+    RL_STEPS,
     SIZES,
-    SLOWER,
     Choice,
     choose_size,
     config_of,
-    cost,
     cpu_seconds,
+    described,
     disk,
+    every_depth,
     pretraining,
 )
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout, plan_step
-from nanochat.plan.memory import GIB, largest_rows, needed_bytes, shaped
+from nanochat.plan.memory import GIB, largest_rows, needed_bytes, samples_at_once, shaped
 from nanochat.plan.step_time import step_time
 from nanochat.plan.step_trial import rows_that_train, try_steps
 from nanochat.runtime.compiling import has_compiler
@@ -68,7 +69,7 @@ if bool(gpus) != bool(gpu):
     raise UserError(f"gpus={gpus} gpu={gpu}: expected both, such as --gpus=8 --gpu=H100, or none for this machine")
 here = not gpu
 device = torch.device(choose_device_type("") if here else "cuda")
-dtype = compute_dtype("auto", device) if here else torch.bfloat16
+dtype = compute_dtype("auto", device) if here else datasheet_gpu(gpu).dtype
 kept = Path(file).read_text() if Path(file).is_file() else ""
 
 
@@ -96,28 +97,15 @@ if not gpus:
     seconds = cpu_seconds(depth, try_steps(config, 8, dtype, device.type, has_compiler(device.type)))
     if file:
         write_text(Path(file), json.dumps(seconds))
-    print(f"on this machine, as busy as it is now, this will take about {sum(seconds.values()) / 60:.0f} minutes")
+    left = sum(seconds[name] for name in seconds if not (base_dir() / "once" / f"{name}.json").exists())
+    print(f"on this machine, as busy as it is now, what is left will take about {left / 60:.0f} minutes")
     raise SystemExit(0)
 
 # ---- GPUs
 kind = gpu_here(device) if here else datasheet_gpu(gpu)
-if not here and not kind.memory:
-    raise UserError(f"gpu={gpu} is sold with several sizes of memory: add its GB, as in --gpu={kind.name},80")
-
-# ---- One model on this machine's: the command
-if depth > 0 and here:
-    config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch, bos=0)
-    most = device_batch_size if device_batch_size > 0 else MAX_ROWS
-    for checkpointing in (False, True):
-        rows = rows_that_train(most, config, dtype, device.type, True, checkpointing, gpus)
-        if rows:
-            print(f"torchrun --standalone --nproc_per_node={gpus} -m scripts.base_train --depth={depth} --arch={arch} "
-                  f"--max_seq_len={max_seq_len} --device_batch_size={rows} --activation_checkpointing={checkpointing}")
-            raise SystemExit(0)
-    raise UserError(f"depth={depth}: not one row of {max_seq_len} tokens fits; try fewer layers or shorter rows")
 
 # ---- One model on GPUs to rent: ZeRO's stages, each over a host and over all ranks; then the fastest that fits
-if depth > 0:
+if depth > 0 and not here and not file:
     for name, chosen in (("link", link), ("between", between)):
         if chosen not in LINKS:
             raise UserError(f"{name}={chosen} is not in the table; expected one of {', '.join(LINKS)}")
@@ -176,30 +164,22 @@ if kept:
     if variables.get("DEPTH") not in map(str, SIZES):
         raise UserError(f"{file} has no depth of {', '.join(map(str, SIZES))}: delete it to choose again, or go on "
                         "with the version that chose it")
-    choice = Choice(int(variables["DEPTH"]), int(variables["ROWS"]), variables["RECOMPUTE"] == "True")
+    print(f"the run goes on as {file} says")
+    choice = Choice(int(variables["DEPTH"]), int(variables["ROWS"]), variables["RECOMPUTE"] == "True",
+                    int(variables.get("RL", RL_STEPS[0])))
 else:
-    choice = choose_size(ranks, kind, rows_that_fit)
-depth, rows, recompute = choice
-size = SIZES[depth]
+    choice = choose_size(ranks, kind, rows_that_fit, hours, depth)
+size = SIZES[choice.depth]
 if here:
-    check_disk(disk(depth))
-line = (f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={min(rows, 4)} RECOMPUTE={recompute} VOCAB={size.vocab_size} "
-        f"RATIO={size.ratio:g} SHARDS={size.shards}")
+    check_disk(disk(choice.depth))
+# Fine-tuning puts the 32 conversations of a step into about eight rows; more rows at a time would be padding.
+line = (f"RANKS={ranks} DEPTH={choice.depth} ROWS={choice.rows} FEW={max(min(choice.rows, 8, 32 // ranks), 1)} "
+        f"RECOMPUTE={choice.recompute} VOCAB={size.vocab_size} RATIO={size.ratio:g} SHARDS={size.shards} "
+        f"RL={choice.rl_steps} SAMPLES={samples_at_once(config_of(choice.depth), ranks, kind)}")
 if file:
     write_text(Path(file), line + "\n")
 else:
     print(line)
-
-# ---- Time and cost. The cost includes idle GPUs and the stages after pretraining
-whole = cost(choice, ranks, kind)
-run = whole.run
-parameters = sum(p.numel() for p in shaped(config_of(depth)).parameters())
-print(f"depth {depth}: {parameters / 1e6:,.0f} million parameters; {run.steps:,} steps of {run.total_batch_size:,} "
-      f"tokens in {run.micro_steps} micro-step(s)\n"
-      f"pretraining on {ranks} x {kind.name}: {whole.hours:.2f} to {SLOWER * whole.hours:.2f} hours, at best "
-      f"{whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a run that shows less than half in ten steps\n"
-      f"in all {whole.least:.1f} to {whole.most:.1f} hours with the other stages, downloads and evaluations\n"
-      f"cost {whole.dollars(gpus, price)} for {gpus} GPU(s) at ${price:g} per GPU and hour (--price=…)\n"
-      f"disk {disk(depth)} GiB; downloads {size.shards * SHARD / 1e9:.0f} GB of text, 8 of software and tasks")
-if ranks < gpus:
-    print(f"{gpus - ranks} of {gpus} GPUs stand idle: rent {ranks}")
+print(described(choice, ranks, gpus, kind, price))
+if not here:
+    print(f"\nEvery depth that fits:\n{every_depth(ranks, gpus, kind, price, rows_that_fit)}")

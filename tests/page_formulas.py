@@ -8,6 +8,7 @@ import contextlib
 import io
 import itertools
 import math
+import re
 import runpy
 import sys
 from collections import namedtuple
@@ -18,10 +19,10 @@ import torch
 
 from bench.harness import PageBlock
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.plan.choice import SLOWER, choose_size, config_of, cost, disk
 from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
 from nanochat.plan.memory import GIB, largest_rows, needed_bytes, split_into_stages
 from nanochat.plan.step_time import step_time
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import datasheet_gpu
 from nanochat.runtime.tables import markdown_table
 
@@ -70,18 +71,45 @@ def fits() -> str:
     return markdown_table(["GPU memory", *columns], lines)
 
 
-def costs() -> str:
+def plan(*settings: str) -> str:
+    """What scripts.plan prints, or its error."""
+    printed = io.StringIO()
+    argv, hook = patch("sys.argv", ["plan", *settings]), patch("sys.excepthook")
+    with argv, hook, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        try:
+            runpy.run_module("scripts.plan", run_name="__main__")
+        except UserError as error:
+            return str(error)
+    return printed.getvalue()
+
+
+# Dollars per hour: guesses of November 2026.
+PRICES = {"H100": 2.5, "A100,80": 1.5, "A100,40": 1.2, "RTX PRO 6000": 1.2, "RTX A6000": 0.5, "RTX 4090": 0.4,
+          "RTX 3090": 0.25, "L4": 0.5, "V100": 0.3, "T4": 0.2}
+
+
+def one_gpu() -> str:
     lines = []
-    for ranks, name in ((8, "H100"), (1, "H100"), (8, "A100,40"), (1, "A100,80"), (1, "RTX 4090"), (1, "RTX 3090")):
-        gpu = datasheet_gpu(name)
-        choice = choose_size(ranks, gpu, lambda most, depth, twice, memory=gpu.memory, ranks=ranks: rows_in(
-            memory, config_of(depth), most, ranks, twice))
-        whole = cost(choice, ranks, gpu)
-        lines.append([f"{ranks},{gpu.name},{gpu.memory:g}", choice.depth, choice.rows, f"{whole.rate:,.0f}",
-                      f"{whole.mfu:.0%}", f"{whole.hours:.1f} to {SLOWER * whole.hours:.1f}",
-                      f"{whole.least:.0f} to {whole.most:.0f}", whole.dollars(ranks, 2.5), disk(choice.depth)])
-    return markdown_table(["`--plan`", "depth", "rows", "tokens/s", "MFU", "hours: pretraining", "all stages",
-                           "cost at $2.5 per GPU and hour", "GiB of disk"], lines)
+    for name, price in PRICES.items():
+        line = [name, f"{price:.2f}"]
+        for hours in (1, 2, 4):
+            printed = plan("--gpus=1", f"--gpu={name}", f"--price={price}", f"--hours={hours}")
+            too_long = re.search(r"it takes up to ([\d.]+)", printed)
+            if too_long:
+                line.append(f"({too_long[1]})")
+                continue
+            depth, steps = re.findall(r"DEPTH=(\d+) .* RL=(\d+)", printed)[0]
+            least, most = re.findall(r"in all ([\d.]+) to ([\d.]+) hours", printed)[0]
+            no_rl = "*" if steps == "0" else ""
+            line.append(f"{depth}{no_rl}: {least}–{most}, ${float(most) * price:.2f}")
+        lines.append(line)
+    return markdown_table(["GPU", "$ an hour", "`--hours=1`", "`--hours=2`", "`--hours=4`"], lines, range(5))
+
+
+def costs() -> str:
+    """The lines from depth 22 to 12."""
+    lines = [line for line in plan("--gpus=8", "--gpu=H100").splitlines() if line.startswith("--depth")]
+    return "\n".join(["```", *lines[:6], "```"])
 
 
 def published() -> str:
@@ -128,16 +156,13 @@ def rules() -> str:
     """Each rule with numbers of the table that its command prints, by line and column."""
     lines = []
     for rule, settings in RULES:
-        printed = io.StringIO()
-        argv, hook = patch("sys.argv", ["plan", *settings.split()]), patch("sys.excepthook")
-        with argv, hook, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            runpy.run_module("scripts.plan", run_name="__main__")
-        rows = [line.split(" | ") for line in printed.getvalue().splitlines() if line.startswith("| ")]
+        rows = [line.split(" | ") for line in plan(*settings.split()).splitlines() if line.startswith("| ")]
         lines.append([rule.format(*itertools.starmap(Line, rows[2:])), f"`python -m scripts.plan {settings}`"])
     return markdown_table(["rule", "command"], lines, range(2))
 
 
-FORMULAS = {links: "machines.md", fits: "memory.md", costs: "gpus.md", published: "gpus.md", rules: "many_gpus.md"}
+FORMULAS = {links: "machines.md", fits: "memory.md", costs: "gpus.md", one_gpu: "renting.md", published: "gpus.md",
+            rules: "many_gpus.md"}
 
 
 def blocks(write: bool = False) -> dict[str, tuple[PageBlock, Callable[[], str]]]:

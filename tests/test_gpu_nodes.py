@@ -99,18 +99,20 @@ torch.cuda.init = init
 def test_the_plan_for_a_machine_with_gpus_is_made_by_trial():
     """Eight stand-ins of an H100, on which 16 rows fit; where nothing can be compiled, it ends."""
     change = """
+import shutil, types
 import nanochat.plan.step_trial as trial
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
-torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device: (9, 0), lambda device: "H100"
+torch.cuda.get_device_capability = lambda device: (9, 0)
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79e9)
+shutil.disk_usage = lambda folder: types.SimpleNamespace(free=1e12)
 def try_steps(config, rows, *args, **settings):
     if rows > 16:
         raise trial.UserError("{problem}")
 trial.try_steps = try_steps
 """
     fine = as_a_gpu_node(change.replace("{problem}", "out of memory"), "--depth=20")
-    command = fine.stdout.splitlines()[-1]
-    assert command.startswith("torchrun ") and "--nproc_per_node=8 -m scripts.base_train --depth=20 " in command
-    assert command.endswith("--device_batch_size=16 --activation_checkpointing=False"), fine.stderr
+    assert "RANKS=8 DEPTH=20 ROWS=16 FEW=4 RECOMPUTE=False " in fine.stdout, fine.stderr
+    assert "pretraining on 8 x H100 of 74 GB" in fine.stdout
     refused = as_a_gpu_node(change.replace("{problem}", "no C compiler"), "--depth=20")
     assert (refused.returncode, refused.stderr) == (1, "error: no C compiler\n")
 

@@ -16,11 +16,12 @@ from conftest import run_module
 import nanochat.plan.step_trial
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, Link, bytes_on_a_rank, fastest_layout, plan_step
-from nanochat.plan.memory import GIB, split_into_stages
+from nanochat.plan.memory import GIB, samples_at_once, split_into_stages
 from nanochat.plan.step_time import scores, step_time
 from nanochat.plan.step_trial import rows_that_train, try_steps
+from nanochat.runtime.devices import choose_device_type
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import datasheet_gpu
+from nanochat.runtime.flops import datasheet_gpu, find_gpu
 
 BF16, RATE, BATCH = torch.bfloat16, 500e12, 2**19
 CONFIG = config_from_depth(20, 65536, 2048)
@@ -171,6 +172,32 @@ def test_blocks_of_scores():
     assert [scores(config, layer) for layer in (0, 3)] == [128**2 * (1 + 2 + 3 + 4 + 12 * 5), 128**2 * 16 * 17 // 2]
 
 
+def test_a_gpu_is_found_by_the_names_that_people_and_cuda_write():
+    for text, name, memory in (
+            ("RTX4090", "RTX 4090", 24), ("rtx-4090,48", "RTX 4090", 48), ("NVIDIA GeForce RTX 4090", "RTX 4090", 24),
+            ("a6000", "RTX A6000", 48), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 96)):
+        assert datasheet_gpu(text)[::3] == (name, memory)
+    # torch reports less memory than is printed on the box.
+    assert [find_gpu("NVIDIA A100-SXM4", memory).bandwidth for memory in (79.1, 39.4)] == [2.039e12, 1.555e12]
+    assert find_gpu("NVIDIA RTX A4000") is None
+
+
+def test_a_mac_trains_on_its_cpu_unless_asked(monkeypatch):
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert [choose_device_type(asked) for asked in ("", "mps")] == ["cpu", "mps"]
+
+
+def test_samples_at_once_fit_with_the_states():
+    """By hand for depth 22 on one GPU: 2 bytes and a master of 4, two moments or, of Muon, one; 63 MB a row."""
+    config = config_from_depth(22, 49152, 2048, arch="modern")
+    states, row = 14 * 1.423e9 - 4 * 12 * 22 * 1408**2, 2 * 22 * 1408 * 512 * 2
+    for memory, samples in ((80, 256), (24, 32)):
+        assert samples_at_once(config, 1, datasheet_gpu("H100")._replace(memory=memory)) == samples
+        rows = ((memory - 1.5) * GIB / 1.15 - states) / row
+        assert samples == min(256, 2 ** int(math.log2(rows)))
+
+
 def test_the_command_for_one_model():
     """Two levels of links; each stage of ZeRO, and the fastest layout, which may be a pipeline; what it refuses."""
     cluster = ("--depth=32", "--gpus=64", "--gpu=H100")
@@ -181,7 +208,7 @@ def test_the_command_for_one_model():
     assert [row[:3] for row in stages_of_zero] == [["0", "1", "1"], *sharded]
     assert float(best[9]) == min(float(row[9]) for row in rows) and int(best[2]) > 1
     assert f"--zero_stage={best[0]} --device_batch_size={best[3]} --" in shown.stdout
-    for wrong in ("--between=none", "--gpus=12", "--gpu=H1000", "--gpu=A100", "--gpu="):
+    for wrong in ("--between=none", "--gpus=12", "--gpu=H1000", "--gpu=A100,20", "--gpu="):
         refused = run_module("scripts.plan", *cluster, wrong)
         assert refused.returncode == 1 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
 

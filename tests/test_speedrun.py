@@ -18,7 +18,7 @@ from ranks import run_as_main
 from test_runs import problems
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.choice import cpu_seconds
+from nanochat.plan.choice import RL_STEPS, SIZES, Choice, cost, cpu_seconds
 from nanochat.plan.memory import GIB
 from nanochat.plan.step_time import step_time
 from nanochat.runtime.errors import UserError
@@ -150,7 +150,7 @@ def test_once_lets_a_command_save(base_folder):
 
 
 def copy_scripts(folder: Path) -> None:
-    (folder / "runs").mkdir(exist_ok=True)
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
     for name in ("speedrun.sh", "setup.sh", "pyproject.toml", "runs/cpu.sh", "runs/rehearsal.sh", "runs/trial.sh"):
         (folder / name).write_bytes((REPO / name).read_bytes())
 
@@ -198,14 +198,18 @@ def speedrun(folder: Path, *arguments: str, code: int = 0) -> list[str]:
     return (folder / "calls").read_text().splitlines()
 
 
-EIGHT = "RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125"
-TWENTY = "VOCAB=32768 RATIO=8 SHARDS=75"
+ALL = "RL=467 SAMPLES=256"
+EIGHT = f"RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125 {ALL}"
+TWENTY = f"VOCAB=32768 RATIO=8 SHARDS=75 {ALL}"
 STAGES = ["base_train", "mid_train", "chat_sft", "chat_rl"]
 
 
 def test_what_is_run_on_gpus(tmp_path):
     """Three steps of the same shapes before anything is downloaded; then all stages. A rehearsal has the same steps."""
     stand_in(tmp_path, 3, f"RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=True {TWENTY}")
+    stand_in(tmp_path / "short", 1, "RANKS=1 DEPTH=8 ROWS=8 FEW=8 RECOMPUTE=False VOCAB=32768 RATIO=8 SHARDS=8 RL=0")
+    without_rl = "".join(speedrun(tmp_path / "short"))
+    assert "--source=sft" in without_rl and "scripts.report" in without_rl and "=rl" not in without_rl
     notes = [tmp_path / "nm" / name for name in ("My notes.2024", "python")]
     for folder in notes:
         folder.mkdir(parents=True)
@@ -216,7 +220,8 @@ def test_what_is_run_on_gpus(tmp_path):
     for script, line in trained.items():
         assert "scripts.once torchrun --standalone --nproc_per_node=2 --max-restarts=3 " in line
         assert "--model_tag=speedrun-d20 --resume=auto" in line and "--activation_checkpointing=True" in line
-        assert f"--device_batch_size={8 if script in ('base_train', 'mid_train') else 4} " in line
+        assert f"--device_batch_size={4 if script == 'chat_sft' else 8} " in line
+    assert "--num_iterations=467 " in trained["chat_rl"] and "--sampling_batch_size=256 " in trained["chat_rl"]
     shape = trained["base_train"].partition(" torchrun ")[2].replace("climbmix", "python")
     shape = shape.replace("restarts=3", "restarts=0").replace("--resume=auto", "--overwrite")
     tokens = 2 * 8 * 2048 * 2
@@ -231,11 +236,14 @@ def test_what_is_run_on_gpus(tmp_path):
 
 
 def test_nothing_is_downloaded_where_three_steps_fail(tmp_path):
-    """As where they do not compile, or need more memory than was thought."""
+    """As where they do not compile, or need more memory than was thought. Nor with --hours, but no GPU."""
     stand_in(tmp_path, 8, EIGHT, three_steps="exit 7")
     for argument in ([], ["--rehearse"]):
         calls = "".join(speedrun(tmp_path, *argument, code=7))
         assert "--source=python" in calls and "climbmix" not in calls and "tinyworld" not in calls
+    stand_in(tmp_path, 0, "")
+    refused = bash(tmp_path, "speedrun.sh", "--hours=2", NANOCHAT_BASE_DIR=str(tmp_path / "no base"))
+    assert refused.returncode == 2 and "--hours=2" in refused.stderr and not (tmp_path / "no base").exists()
 
 
 def test_every_machine_has_the_same_steps_in_the_same_order():
@@ -244,7 +252,7 @@ def test_every_machine_has_the_same_steps_in_the_same_order():
     for name in ("speedrun.sh", "runs/cpu.sh", "runs/rehearsal.sh"):
         text = (REPO / name).read_text()
         commands = re.sub(r"(\s\\)?\n +", " ", text[text.index("once python -m scripts.library") :])
-        steps[name] = re.findall(r"^once .*?(?:scripts\.(\w+)|(--source=\w+))", commands, re.M)
+        steps[name] = re.findall(r"^(?:\[ \$RL = 0 \] \|\| )?once .*?(?:scripts\.(\w+)|(--source=\w+))", commands, re.M)
         specs = ", ".join(re.findall(r'--tasks="([^"]+)"', text)).split(",")
         assert len(specs) > 5 and all(SPEC.fullmatch(spec.strip())["name"] in TASKS for spec in specs)
         assert problems(commands, REPO) == [] and max(map(len, text.splitlines())) <= 120
@@ -300,11 +308,11 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     paid for, also in the stages after pretraining.
     """
     plans = [bash(REPO, "speedrun.sh", f"--plan={plan}", "--price=3", "--run=mine", **no_venv()).stdout
-             for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80", "1,RTX 4090,24")]
+             for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80", "1,RTX-4090,24")]
     shown, *spelled, six, one = [plan.replace("h100", "H100") for plan in plans]
     assert spelled == [shown] * 2 and not any(base_folder.iterdir())
-    for plan, words in ((shown, ("cost $55 to $85 for 8 GPU(s) at $3 ", "in all 2.3 to 3.6 hours ")),
-                        (six, ("cost $72 to $101 for 6 GPU(s) at $3 ", "2 of 6 GPUs stand idle: rent 4\n")),
+    for plan, words in ((shown, ("cost $53 to $68 for 8 GPU(s) at $3 ", "in all 2.2 to 2.8 hours ")),
+                        (six, ("cost $63 to $80 for 6 GPU(s) at $3 ", "2 of 6 GPUs stand idle: rent 4\n")),
                         (six, ("disk 240 GiB; downloads 11 GB of text",)), (one, (" --depth=16 ", "=8 --save_every"))):
         assert [word for word in words if word not in plan] == [], plan
     assert "stand idle" not in shown and shown.count("--run=mine") == 4
@@ -319,10 +327,12 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     assert f"{steps:,} steps of 1,048,576 tokens in 2 micro-step(s)" in shown
     hours = steps * step.seconds / 3600
     assert f"{hours:.2f} to {1.2 * hours:.2f} hours, at best {2**20 / step.seconds:,.0f} tokens per second, " in shown
-    # RL's hours follow from its steps: a GPU samples 32 answers of a step, 400 of an evaluation, at most 64 at a time.
-    for longest, slower, printed in (200, 1, "2.3 to "), (512, 1.2, " to 3.6 hours"):
-        rl = (467 * 1 + 9 * 7) * longest * 0.0224 / 3600
-        assert f"{slower * hours + rl + 4 / 8:.1f}" in printed
+    # RL's hours follow from its steps: a GPU samples 32 answers of each at a time, a tenth more in evaluations. Then
+    # three times 2,800 answers, 32 at a time; 700 million tokens of other stages and what RL trains on; 0.4 hours.
+    for longest, slower, printed in (150, 1, "2.2 to "), (256, 1.2, " to 2.8 hours"):
+        decoded = (1.1 * 467 + 3 * 2800 / 8 / 32) * longest * 0.0224 / 3600
+        others = (7e8 + 467 * 256 * 300) / 2**20 * step.seconds / 3600
+        assert f"{slower * (hours + others) + decoded + 0.4:.1f}" in printed
     assert " --depth=22 --target_param_data_ratio=9.4 --device_batch_size=32 " in shown
     assert " --num_shards=125\n" in shown and shown.count("--vocab_size=49152") == 1
 
@@ -340,7 +350,7 @@ def choose(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
         monkeypatch.setattr("nanochat.runtime.devices.choose_device_type", lambda _: "cuda" if gpus else "cpu")
         monkeypatch.setattr("nanochat.runtime.devices.compute_dtype", lambda *_: torch.bfloat16)
-        monkeypatch.setattr("nanochat.runtime.flops.gpu_here", lambda _: Gpu("H100", peak, peak / 295))
+        monkeypatch.setattr("nanochat.runtime.flops.gpu_here", lambda _: Gpu("H100", peak, peak / 295, 80))
         monkeypatch.setattr("nanochat.plan.step_trial.rows_that_train", lambda most, config, dtype, device_type,
                             compiled, checkpointing, ranks: min(rows(config.n_layer, checkpointing), most))
         monkeypatch.setattr("nanochat.plan.step_trial.try_steps", lambda config, *_: config.n_layer * ms)
@@ -356,42 +366,62 @@ def choose(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("machine, variables", [
     (dict(gpus=8), EIGHT),                                              # enough of everything
     (dict(gpus=1, peak=3e13, rows=lambda *_: 4),                        # slow: the smallest, however long it takes
-     "RANKS=1 DEPTH=12 ROWS=4 FEW=4 RECOMPUTE=False VOCAB=32768 RATIO=8 SHARDS=20"),
+     f"RANKS=1 DEPTH=12 ROWS=4 FEW=4 RECOMPUTE=False VOCAB=32768 RATIO=8 SHARDS=20 {ALL}"),
     (dict(gpus=2, peak=3e14, rows=lambda _, checkpointing: 2 * checkpointing),  # activations are computed twice
      f"RANKS=2 DEPTH=20 ROWS=2 FEW=2 RECOMPUTE=True {TWENTY}"),
     (dict(gpus=3, rows=lambda depth, _: 8 if depth < 22 else 0),        # the largest does not fit; one GPU is idle
-     f"RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=False {TWENTY}"),
-    (dict(gpus=64), EIGHT.replace("RANKS=8", "RANKS=64").replace("ROWS=32", "ROWS=4"))])  # of 256 rows in a step
+     f"RANKS=2 DEPTH=20 ROWS=8 FEW=8 RECOMPUTE=False {TWENTY}"),
+    (dict(gpus=64), EIGHT.replace("RANKS=8", "RANKS=64").replace("ROWS=32 FEW=4", "ROWS=4 FEW=1"))])
 def test_the_largest_model_that_fits_and_ends_in_a_day(choose, machine, variables):
     """A run that goes on stays the same model, whatever memory, disk and speed are by then; ranks are those of now."""
     assert choose(**machine)[0] == variables
     machine |= dict(gpus=2 * machine["gpus"], rows=lambda *_: 1, free_gib=0)
-    ranks = int(variables.split()[0].removeprefix("RANKS="))
-    assert choose(**machine)[0] == variables.replace(f"RANKS={ranks}", f"RANKS={2 * ranks}")
+    ranks, few = (int(re.search(rf"{name}=(\d+)", variables)[1]) for name in ("RANKS", "FEW"))
+    later = variables.replace(f"RANKS={ranks}", f"RANKS={2 * ranks}")
+    assert choose(**machine)[0] == later.replace(f"FEW={few}", f"FEW={max(min(few, 16 // ranks), 1)}")
+
+
+def test_all_stages_end_in_the_hours(choose, tmp_path):
+    """On one H100: of all depths and lengths of RL the largest depth in time, then the most RL; kept later."""
+    gpu = Gpu("H100", 989e12, 989e12 / 295, 80)
+    for hours in (1, 2, 4, 8):
+        line, printed = choose(f"--hours={hours}", gpus=1)
+        end = {(depth, steps): cost(Choice(depth, 32, False, steps), 1, gpu).most
+               for depth in SIZES if depth < 22 for steps in RL_STEPS}
+        depth, steps = max(pair for pair in end if end[pair] <= hours)
+        assert f" DEPTH={depth} ROWS=32 " in line and f" RL={steps} " in line
+        assert f" to {end[depth, steps]:.1f} hours with the other stages" in printed
+        assert choose(gpus=1, peak=1e12)[0] == line
+        (tmp_path / "gpus").unlink()
+    with pytest.raises(UserError, match="depth 14 ends .* up to 2.4"):
+        choose("--hours=2", "--depth=14", gpus=1)
 
 
 def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
     with pytest.raises(UserError, match="240 GiB of disk, and 239.0 are free"):
         choose(gpus=8, free_gib=239)
-    with pytest.raises(UserError, match="depth 12, the smallest, does not fit"):
+    with pytest.raises(UserError, match="not even depth 12 fits"):
         choose(gpus=8, rows=lambda *_: 0)
     assert not (tmp_path / "gpus").exists()
     (tmp_path / "gpus").write_text("RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125\n")
-    with pytest.raises(UserError, match="gpus has no depth of 22, 20, 16, 12"):
+    with pytest.raises(UserError, match="gpus has no depth of 22, 20"):
         choose(gpus=8)
 
 
-def test_how_long_a_cpu_takes(choose, tmp_path):
+def test_how_long_a_cpu_takes(choose, tmp_path, base_folder):
     """A step takes so many milliseconds a layer. The page that shows the run reads the seconds of each step."""
     show = 'once() { python -m scripts.once --show "$@"; }; python() { case "$2" in *once) command python "$@"; esac; }'
     shown = bash(REPO, "-c", f"{show}; depth=4; . runs/cpu.sh", **no_venv()).stdout
     steps = re.findall("^=== (.*)$", shown, re.M)
     assert [step for step in steps if step not in ("library-python", "report-assistant-d4")] == [*cpu_seconds(4, 200)]
+    (base_folder / "once").mkdir()
+    (base_folder / "once" / "base-assistant-d4.json").touch()
     for layers, ms in ((2, 100), (4, 50)):
         shown = choose(f"--depth={layers}", ms=ms)[1]
         expected = cpu_seconds(layers, 200)
         assert json.loads((tmp_path / "gpus").read_text()) == expected
-        assert f"about {sum(expected.values()) / 60:.0f} minutes" in shown
+        done = expected["base-assistant-d4"] if layers == 4 else 0
+        assert f"about {(sum(expected.values()) - done) / 60:.0f} minutes" in shown
 
 
 # ---- A real run

@@ -1,4 +1,5 @@
 """What speedrun.sh trains on a machine: depth and rows at a time, and their cost in hours and disk."""
+import contextlib
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import torch
 from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.recipe import accumulation_steps, choose_batch_size
-from nanochat.plan.memory import GIB, shaped, split_into_stages, state_bytes
+from nanochat.plan.memory import GIB, samples_at_once, shaped, split_into_stages, state_bytes
 from nanochat.plan.step_time import FP8_GPUS, step_time
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Gpu
@@ -25,21 +26,32 @@ CPU_STEPS = {
 MAX_ROWS = 32
 # A step as it runs for an hour on eight H100s, against the estimate: published ones took 1.13 to 1.20 times as long.
 SLOWER = 1.2
-# How often RL on gsm8k samples, and how many answers: in its steps, and in its evaluations; 64 at a time on each GPU.
-SAMPLED = (467, 16 * 16), (9, 400 * 8)
-# Seconds for a token of 64 answers or of one, per layer: decoding waits for launches (bench.engine, one H200).
+# Tokens of mid-training and fine-tuning, half a billion, and what evaluations read, as tokens of training that would
+# take as long: guessed, half of it CORE's.
+AFTER = 0.7e9
+# Steps of RL on gsm8k: all, or fewer if hours are short; and the answers of a step. Evaluations sample a tenth more.
+RL_STEPS = 467, 360, 240, 120, 0
+SAMPLED = 16 * 16
+# Answers that `judge` in speedrun.sh wants after each of three stages, 32 at a time on each GPU.
+JUDGED = 3 * 2800
+# Seconds for a token of 64 answers or of one, per layer: decoding waits for launches (bench.engine, one H200). For 256
+# it was not measured: counted, there are as many launches, 731 at depth 22.
 DECODING = 0.0224 / 22
+# Hours of downloads, tokenizer, compiling and starting: guessed.
+FIXED = 0.4
 SHARD = 0.09e9  # bytes of a shard of about 250 million characters, compressed
 SOFTWARE = 12e9  # bytes of torch and its CUDA libraries, the tasks, compiled kernels, the rehearsal
 
 
 class Size(NamedTuple):
-    ratio: float        # tokens to train on, per parameter of matrices and head
-    vocab_size: int
-    shards: int         # of text: a tenth more than one pass needs
+    shards: int         # of text: at least a tenth more than one pass needs
+    ratio: float = 8.0  # tokens to train on, per parameter of matrices and head
+    vocab_size: int = 32768
 
 
-SIZES = {22: Size(9.4, 49152, 125), 20: Size(8.0, 32768, 75), 16: Size(8.0, 32768, 40), 12: Size(8.0, 32768, 20)}
+SIZES = {22: Size(125, 9.4, 49152), 20: Size(75), 18: Size(60), 16: Size(40), 14: Size(30), 12: Size(20),
+         10: Size(13), 8: Size(8)}
+USUAL = 22, 20, 16, 12  # unless hours or depth are given
 
 
 def config_of(depth: int) -> GPTConfig:
@@ -70,6 +82,7 @@ class Choice(NamedTuple):
     depth: int
     rows: int               # at a time on each GPU
     recompute: bool         # activations: computed twice if few rows fit
+    rl_steps: int = RL_STEPS[0]  # 0: RL is left out
 
 
 class Cost(NamedTuple):
@@ -87,40 +100,104 @@ class Cost(NamedTuple):
 
 def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     """
-    The cost of all stages. Pretraining takes up to SLOWER as long as estimated. The longest answer of each batch that
-    RL samples has 200 to 512 tokens. The rest (mid-training and fine-tuning on half a billion tokens, evaluations,
-    downloads, compiling) is guessed: 4 GPU hours.
+    The cost of all stages. Training takes up to SLOWER as long as estimated; the longest answer of those that are
+    decoded together has 150 to 256 tokens.
     """
-    config = config_of(choice.depth)
-    run = pretraining(config, ranks, choice.rows, SIZES[choice.depth].ratio)
+    depth, rows, recompute, rl_steps = choice
+    config = config_of(depth)
+    run = pretraining(config, ranks, rows, SIZES[depth].ratio)
     fp8 = gpu.name in FP8_GPUS and config.n_embd >= MIN_WIDTH
-    step = step_time(config, choice.rows, run.micro_steps, ranks, gpu, fp8).seconds
-    hours = run.steps * step / 3600
+    step = step_time(config, rows, run.micro_steps, ranks, gpu, fp8).seconds
+    if recompute:
+        step *= 4 / 3
     rate = run.total_batch_size / step
     mfu = rate * shaped(config).estimate_flops() / (ranks * gpu.peak)
-    batches = sum(times * math.ceil(samples / ranks / 64) for times, samples in SAMPLED)
-    token = batches * choice.depth * DECODING / 3600  # hours for a token of the longest answers
-    rest = 4 / ranks
-    return Cost(run, hours, hours + 200 * token + rest, SLOWER * hours + 512 * token + rest, rate, mfu)
+    # RL trains on about 300 tokens of a problem and its answer.
+    trained = run.steps * run.total_batch_size + AFTER + rl_steps * SAMPLED * 300
+    batches = 1.1 * rl_steps * math.ceil(SAMPLED / ranks / samples_at_once(config, ranks, gpu)) + JUDGED / ranks / 32
+    decoded = batches * depth * DECODING  # seconds for a token of each batch
+    least = FIXED + (trained / rate + 150 * decoded) / 3600
+    most = FIXED + (SLOWER * trained / rate + 256 * decoded) / 3600
+    return Cost(run, run.steps * step / 3600, least, most, rate, mfu)
 
 
-def choose_size(ranks: int, gpu: Gpu, rows_that_fit: Callable[[int, int, bool], int]) -> Choice:
+RowsThatFit = Callable[[int, int, bool], int]  # from the most to try, a depth, whether activations are computed twice
+
+
+def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float = 0, depth: int = -1) -> Choice:
     """
-    The largest depth that fits and is pretrained within half a day, or the smallest however long it takes.
-    rows_that_fit takes the most to try, a depth, and whether activations are computed twice. UserError if none fits.
+    The largest usual depth that fits and is pretrained within half a day, or the smallest however long it takes; with
+    `hours` the largest of all depths whose stages end in them, with as much of RL as then ends. `depth`: only this one.
+    UserError if none fits.
     """
+    if depth not in (-1, *SIZES):
+        raise UserError(f"depth={depth}: expected one of {', '.join(map(str, SIZES))}")
+
+    def with_rl(choice: Choice) -> Choice | None:
+        """The choice with as much of RL as ends in the hours, perhaps none; None if it cannot end."""
+        for rl_steps in RL_STEPS:
+            choice = choice._replace(rl_steps=rl_steps)
+            if not hours or cost(choice, ranks, gpu).most <= hours:
+                return choice
+        return None
+
     # A step of mid-training has 256 rows over all ranks.
     most = max(min(MAX_ROWS, 256 // ranks), 1)
-    for depth in SIZES:
-        if depth != min(SIZES) and cost(Choice(depth, most, False), ranks, gpu).hours > MAX_HOURS:
+    sizes = [*SIZES] if hours else [*USUAL]
+    if depth > 0:
+        sizes = [depth]
+    for size in sizes:
+        quickest = Choice(size, most, False)
+        is_long = not hours and size > sizes[-1] and cost(quickest, ranks, gpu).hours > MAX_HOURS
+        if is_long or not with_rl(quickest):
             continue
-        rows = rows_that_fit(most, depth, False)
+        rows = rows_that_fit(most, size, False)
         recompute = rows < 4
         if recompute:
-            rows = rows_that_fit(most, depth, True)
-        if rows:
-            return Choice(depth, rows, recompute)
-    raise UserError(f"depth {depth}, the smallest, does not fit into this GPU's memory: use more or larger GPUs")
+            rows = rows_that_fit(most, size, True)
+        choice = with_rl(Choice(size, max(rows, 1), recompute))
+        if rows and choice:
+            return choice
+    takes = cost(Choice(size, most, False, 0), ranks, gpu).most
+    if takes > hours > 0:
+        raise UserError(f"hours={hours:g}: not even depth {size} ends in that time: it takes up to {takes:.1f} on "
+                        f"{ranks} x {gpu.name}")
+    raise UserError(f"not even depth {size} fits into this GPU's memory: use more or larger GPUs")
+
+
+def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> str:
+    """Lines for a user who decides. The cost includes idle GPUs and the stages after pretraining."""
+    whole = cost(choice, ranks, gpu)
+    run = whole.run
+    parameters = sum(p.numel() for p in shaped(config_of(choice.depth)).parameters())
+    text = (
+        f"depth {choice.depth}: {parameters / 1e6:,.0f} million parameters; {run.steps:,} steps of "
+        f"{run.total_batch_size:,} tokens in {run.micro_steps} micro-step(s)\n"
+        f"pretraining on {ranks} x {gpu.name} of {gpu.memory:.0f} GB: {whole.hours:.2f} to "
+        f"{SLOWER * whole.hours:.2f} hours, at best {whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a "
+        "run that shows less than half in ten steps\n"
+        f"in all {whole.least:.1f} to {whole.most:.1f} hours with the other stages, downloads and evaluations\n"
+        f"cost {whole.dollars(gpus, price)} for {gpus} GPU(s) at ${price:g} per GPU and hour (--price=…)\n"
+        f"disk {disk(choice.depth)} GiB; downloads {SIZES[choice.depth].shards * SHARD / 1e9:.0f} GB of text, 8 of "
+        "software and tasks")
+    if choice.rl_steps < max(RL_STEPS):
+        text += f"\ntime for {choice.rl_steps} of {max(RL_STEPS)} steps of reinforcement learning; 0: it is left out"
+    if gpu.dtype == torch.float32:
+        text += f"\na {gpu.name} has no bfloat16: it trains in float32, at {gpu.peak / 1e12:g} TFLOP/s"
+    if ranks < gpus:
+        text += f"\n{gpus - ranks} of {gpus} GPUs stand idle: rent {ranks}"
+    return text
+
+
+def every_depth(ranks: int, gpus: int, gpu: Gpu, price: float, rows_that_fit: RowsThatFit) -> str:
+    """What each depth that fits costs with all stages, a line each."""
+    text = ""
+    for depth in SIZES:
+        with contextlib.suppress(UserError):
+            whole = cost(choose_size(ranks, gpu, rows_that_fit, depth=depth), ranks, gpu)
+            text += (f"--depth={depth}: {whole.hours:.2f} to {SLOWER * whole.hours:.2f} hours of pretraining, "
+                     f"{whole.least:.1f} to {whole.most:.1f} in all, {whole.dollars(gpus, price)}\n")
+    return text
 
 
 def disk(depth: int) -> int:

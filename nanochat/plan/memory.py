@@ -17,6 +17,7 @@ from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import LARGE_DEPTH, GPTConfig
 from nanochat.model.loss import chunk_rows
 from nanochat.optim.pipeline import stage_layers
+from nanochat.runtime.flops import Gpu
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, for any compute dtype
 GIB = 2**30
@@ -172,3 +173,19 @@ def largest_rows(most: int, fit: Callable[[int], bool]) -> int:
     while rows and not fit(rows):
         rows //= 2
     return rows
+
+
+# Tokens of a prompt and its answer for which RL's cache sets memory aside: gsm8k's longest, and 256 new ones.
+SLOTS = 512
+
+
+def samples_at_once(config: GPTConfig, ranks: int, gpu: Gpu) -> int:
+    """
+    Answers that each rank samples at a time in RL, 16 to 256: states on ZeRO's stage 2 and the engine's cache fit. Its
+    logits and copies of some weights are left to the margin. Not measured.
+    """
+    (model,) = split_into_stages(config)
+    states = state_bytes(2, ranks, gpu.dtype, model.adamw, model.muon)
+    cache = 2 * config.n_layer * config.n_kv_head * config.head_dim * SLOTS * gpu.dtype.itemsize
+    free = (gpu.memory * GIB - GPU_PROCESS - NCCL) / WASTE - states.parameters - states.optimizer
+    return max(largest_rows(256, lambda rows: rows * cache <= free), 16)

@@ -55,8 +55,8 @@ def step_time(
         kernel = 1 if config.window(layer) == config.sequence_len else WINDOWS
         # Two products for each score forward, five backward.
         attention += config.n_embd * scores(config, layer) * rows * (4 / FORWARD + 10 / BACKWARD) / (kernel * gpu.peak)
-    stream = 2 * tokens * config.n_embd
-    logits = 2 * tokens * config.padded_vocab_size
+    stream = gpu.dtype.itemsize * tokens * config.n_embd
+    logits = gpu.dtype.itemsize * tokens * config.padded_vocab_size
     parameters = sum(model.units)
     streams = STREAMS + CASTS if fp8 else STREAMS
     moved = streams * config.n_layer * stream + LOGITS * logits + GRADIENT * parameters

@@ -9,9 +9,9 @@ from nanochat.runtime.errors import UserError, first_line
 
 def choose_device_type(device_type: str) -> str:
     """
-    The device type that was asked for; for "" the first of cuda, mps and cpu that this machine has. UserError when it
-    is not available, and when this node has GPUs that torch cannot use (most often because the driver is old): falling
-    back to the CPU would hide that.
+    The device type that was asked for; for "" cuda, or cpu without it (mps, Apple's GPUs, is untried: ask for it).
+    UserError when it is not available, and when this node has GPUs that torch cannot use (most often because the driver
+    is old): falling back to the CPU would hide that.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     count = torch.cuda.device_count()
@@ -24,7 +24,7 @@ def choose_device_type(device_type: str) -> str:
         raise UserError(f"this node has {count} GPU(s), which torch {torch.__version__} cannot use: {why}\n"
                         "    `. ./setup.sh` says what suits the driver; --device_type=cpu computes on the CPU")
     if device_type == "":
-        device_type = next(name for name, is_available in available.items() if is_available)
+        device_type = "cuda" if available["cuda"] else "cpu"
     if not available[device_type]:
         raise UserError(f"device_type={device_type}, but torch finds none here; leave it out for the best there is")
     return device_type

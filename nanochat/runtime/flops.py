@@ -6,62 +6,83 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.runtime.devices import synchronize
+from nanochat.runtime.devices import compute_dtype, synchronize
 from nanochat.runtime.errors import UserError
 
 
 class Gpu(NamedTuple):
     name: str
-    peak: float         # dense FLOP/s in bfloat16
+    peak: float         # dense FLOP/s in `dtype`
     bandwidth: float    # bytes/s of its memory
-    memory: float = 0   # GB; 0: sold with several sizes, or unknown
+    memory: float       # GB
+    dtype: torch.dtype = torch.bfloat16  # in which it trains (`compute_dtype`)
 
 
-# From the datasheets, by a part of the name that torch reports; the first match wins. The A100 is the one with 40 GB.
+# From the datasheets; the RTX PRO 6000's peak is from NVIDIA's whitepaper on RTX Blackwell PRO. Tensor cores of V100
+# and T4 multiply float16, but not bfloat16: theirs is float32 without them. The larger memory first (`find_gpu`).
 GPUS = [
-    Gpu("GB200", 2.5e15, 8e12), Gpu("B200", 2.25e15, 8e12, 180), Gpu("H200", 989e12, 4.8e12, 141),
-    Gpu("GH200", 989e12, 4e12, 96), Gpu("H100 NVL", 835e12, 3.9e12), Gpu("H100 PCIe", 756e12, 2e12),
-    Gpu("H100", 989e12, 3.35e12, 80), Gpu("A100", 312e12, 1.555e12), Gpu("A40", 149.7e12, 0.696e12, 48),
-    Gpu("A10G", 70e12, 0.6e12, 24), Gpu("A10", 125e12, 0.6e12, 24), Gpu("L40S", 362e12, 0.864e12, 48),
-    Gpu("L4", 121e12, 0.3e12, 24), Gpu("MI300X", 1307e12, 5.3e12, 192), Gpu("RTX 5090", 209.5e12, 1.792e12, 32),
-    Gpu("RTX 4090", 165.2e12, 1.008e12, 24), Gpu("RTX 3090", 71e12, 0.936e12, 24),
+    Gpu("GB200", 2.5e15, 8e12, 186), Gpu("B200", 2.25e15, 8e12, 180), Gpu("H200", 989e12, 4.8e12, 141),
+    Gpu("GH200", 989e12, 4e12, 96), Gpu("H100 NVL", 835e12, 3.9e12, 94), Gpu("H100 PCIe", 756e12, 2e12, 80),
+    Gpu("H100", 989e12, 3.35e12, 80), Gpu("A100", 312e12, 2.039e12, 80), Gpu("A100", 312e12, 1.555e12, 40),
+    Gpu("A40", 149.7e12, 0.696e12, 48), Gpu("A10G", 70e12, 0.6e12, 24), Gpu("A10", 125e12, 0.6e12, 24),
+    Gpu("L40S", 362e12, 0.864e12, 48), Gpu("L4", 121e12, 0.3e12, 24), Gpu("MI300X", 1307e12, 5.3e12, 192),
+    Gpu("RTX PRO 6000", 503.8e12, 1.792e12, 96), Gpu("RTX A6000", 154.8e12, 0.768e12, 48),
+    Gpu("RTX 5090", 209.5e12, 1.792e12, 32), Gpu("RTX 4090", 165.2e12, 1.008e12, 24),
+    Gpu("RTX 3090", 71e12, 0.936e12, 24), Gpu("V100", 15.7e12, 0.9e12, 16, torch.float32),
+    Gpu("T4", 8.1e12, 0.32e12, 16, torch.float32),
 ]
 FLOPS_PER_BYTE = 989e12 / 3.35e12  # of an H100
 
 
-def datasheet_gpu(text: str) -> Gpu:
-    """A GPU by its name in the table, in any case, perhaps with its GB: "A100,40". UserError for any other name."""
-    name, comma, memory = text.partition(",")
+def find_gpu(text: str, memory: float = 0) -> Gpu | None:
+    """
+    The first GPU of the table whose name is in a text, in any case, with or without blanks, hyphens and RTX, and that
+    has at most this memory, or little more: torch reports less than the datasheet. 0: any.
+    """
     for gpu in GPUS:
-        if gpu.name.lower() == name.lower() and not comma:
-            return gpu
-        if gpu.name.lower() == name.lower() and memory.isdecimal():
-            return gpu._replace(memory=float(memory))
-    raise UserError(f"gpu={text}: expected one of {', '.join(gpu.name for gpu in GPUS)}, or with its GB: A100,40")
+        name = gpu.name.replace("RTX ", "(RTX )?").replace(" ", "[ -]?")
+        is_named = re.search(rf"\b{name}\b", text, re.IGNORECASE)  # whole words, because an RTX A4000 is no A40
+        if is_named and (not memory or memory > 0.85 * gpu.memory):
+            return gpu._replace(memory=memory or gpu.memory)
+    return None
+
+
+def datasheet_gpu(text: str) -> Gpu:
+    """A GPU of the table by its name, perhaps with its GB: "A100,40". UserError for any other name."""
+    name, _, memory = text.partition(",")
+    gpu = find_gpu(name, float(memory)) if memory.isdecimal() else find_gpu(text)
+    if gpu is None:
+        names = "; ".join(f"{gpu.name},{gpu.memory:g}" for gpu in GPUS)
+        raise UserError(f"gpu={text}: expected one of {names}")
+    return gpu
 
 
 def gpu_here(device: torch.device) -> Gpu:
     """
-    The device's datasheet rates. A device that is not in the table gets a measured peak, and an H100's ratio of FLOPs
-    to bytes.
+    The device's datasheet rates, and its memory in GiB. A device that is not in the table gets a measured peak, and an
+    H100's ratio of FLOPs to bytes.
     """
+    memory = 0.0
     if device.type == "cuda":
-        reported = torch.cuda.get_device_name(device)
-        for gpu in GPUS:
-            if re.search(rf"\b{gpu.name}\b", reported):  # whole words, because an RTX A4000 is no A40
-                return gpu
-    peak = measured_matmul_flops(device, torch.bfloat16)
-    return Gpu(device.type.upper(), peak, peak / FLOPS_PER_BYTE)
+        properties = torch.cuda.get_device_properties(device)
+        memory = properties.total_memory / 2**30
+        gpu = find_gpu(properties.name, memory)
+        if gpu:
+            return gpu
+    dtype = compute_dtype("auto", device)
+    peak = measured_matmul_flops(device, dtype)
+    return Gpu(device.type.upper(), peak, peak / FLOPS_PER_BYTE, memory, dtype)
 
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """
-    Peak FLOP/s of one device: for a GPU in the table, its datasheet's bf16 peak; for everything else, the best of two
-    2048³ matrix products in `dtype`, measured at the first call. Then MFU is the share of that rate.
+    Peak FLOP/s of one device: its datasheet's, if that is for `dtype`; for everything else, the best of two 2048³
+    matrix products in `dtype`, measured at the first call. Then MFU is the share of that rate.
     """
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        return gpu_here(device).peak
+    gpu = gpu_here(device)
+    if gpu.dtype == dtype:
+        return gpu.peak
     return measured_matmul_flops(device, dtype)
 
 
