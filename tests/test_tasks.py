@@ -262,7 +262,8 @@ def check_spelling(conversation: dict) -> tuple[str, int]:
         assert calls == [("python", call), ("python_output", letters)] and answer == f"{letters}."
         assert Tools().result(call, Tokenizer([]), calls=0, room=170) == letters
         return "spell", 0
-    word = re.search('"([a-z]+)"', question)[1]
+    quoted = re.search(r'"([a-z]+)"|in( [a-z]+)[?.]', question)
+    word = quoted[1] or quoted[2]   # as its tokens are there
     letter = re.search(r" ([a-z])(?:'s)?[ ?.]", question)[1]
     count = sum(char == letter for char in word)
     assert last_number(answer) == count
@@ -270,7 +271,7 @@ def check_spelling(conversation: dict) -> tuple[str, int]:
         assert calls == [("python", f'"{word}".count("{letter}")'), ("python_output", str(count))]
         return "tool", count
     spelled = answer.partition(".")[0]
-    assert re.sub("[^a-z]", "", spelled) == word
+    assert re.sub("[^a-z]", "", spelled) == word.strip()
     assert re.findall("(.):([0-9])", spelled) == [(letter, str(i + 1)) for i in range(count)]
     return "hand", count
 

@@ -15,9 +15,9 @@ Real words are the tokens of a data set's tokenizer, and words of Python's docum
 letters of a token cannot be known unless it is spelled in training, so all tokens are trained on. Some of the other
 words are held out: their tokens were spelled in other words. With one tokenizer, a word is in one split in all tasks.
 
-When letters are counted, the word is quoted: the tool's call then has the question's tokens, and copying is enough.
-(Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not
-quoted: its token, with the blank before it, is then none of the word's tokens, which matters when they are compared.
+A tool's call has the question's tokens, so copying is enough. (Quotes are double, because the tokenizer takes the 'm of
+'mirror' for the end of a word such as I'm.) The letter is not quoted: its token, with the blank before it, is then none
+of the word's tokens, which matters when they are compared.
 """
 import re
 import string
@@ -74,18 +74,17 @@ class SpellingBee(Task):
         if kind == "spell":
             question = SPELL[(rng.below(len(SPELL)) + self.kinds[:place].count(kind)) % len(SPELL)]
             letters = "-".join(word)
-            # The call has the question's tokens: a blank belongs to the word unless it is in quotation marks.
-            blank = "" if '"' in question else " "
-            calls = [(f'spell("{blank}{word}")', letters)]
+            calls = [(f'spell("{blank_before(question)}{word}")', letters)]
             return single_turn(question.format(w=word), f"{letters}.", calls) | {"word": word}
         # Letters that the word has teach more: they are drawn three times out of four.
         letter = rng.choice(sorted(set(word)) if rng.below(4) else string.ascii_lowercase)
-        question = rng.choice(COUNT).format(w=word, x=letter) + rng.choice(TEXTS["wishes"][kind])
+        way = rng.choice(COUNT)
+        question = way.format(w=word, x=letter) + rng.choice(TEXTS["wishes"][kind])
         count = word.count(letter)
         times = "time" if count == 1 else "times"
         answer = f"The letter {letter} occurs {count} {times}."
         if kind == "tool":
-            return single_turn(question, answer, [(f'"{word}".count("{letter}")', f"{count}")])
+            return single_turn(question, answer, [(f'"{blank_before(way)}{word}".count("{letter}")', f"{count}")])
         return single_turn(question, f"{spell_counting(word, letter)}. {answer}")
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
@@ -115,6 +114,11 @@ def real_words(argument: str, split: str) -> SpellingBee:
     found = others | tokens if split == "train" else others
     name = f"SpellingBee {kind}".rstrip() + " (real words)"
     return SpellingBee(name, sorted(found, key=stable_hash), (kind,) if kind else WORDS_KINDS)
+
+
+def blank_before(way: str) -> str:
+    """What a call has before the word, to have the question's tokens: quotation marks keep a blank from the word."""
+    return "" if '"' in way else " "
 
 
 def spell_counting(word: str, letter: str) -> str:
