@@ -241,7 +241,8 @@ while True:
     #             norm, three flags: not finite, stop, save. r divides loss and gradients by the summed count and clips
     #   update    AdamW: r updates its 1/N. Muon: an all-to-all for each shape brings each matrix's momentum to one
     #             rank, which orthogonalizes it; a second one brings the parts back; r updates its 1/N. EMA-Nesterov
-    #             (`ahead`), in mid-run: r moves its 1/N further in the mean direction of its moves
+    #             (`ahead`), in mid-run: r moves its 1/N further in the mean direction of its moves; after the last
+    #             step of the run: r blends its 1/N with the mean of late steps
     #   gather    r's 1/N of the new weights is all-gathered, unit by unit, while the next step begins; r frees its
     #             sum of gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
@@ -268,6 +269,8 @@ while True:
               ahead=lrm * ahead_multiplier(step, num_iterations))
     for optimizer in optimizers:
         optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
+    if recipe.ema_nesterov and step + 1 == num_iterations:
+        optimizers[-1].end_run(recipe.final_average, model.roles())
     sharding.all_gather_params()
     session.end_step(stats, lrm)  # session.step += 1; on a GPU the host reads the numbers of the step before
 

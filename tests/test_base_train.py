@@ -8,11 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ALL_PIECES, REPO, assert_same_run, losses, make_sums, run_module, warm_python
+from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.model.gpt import GPT
+from nanochat.optim import recipe
 from nanochat.runtime import compiling
 from nanochat.training.checkpoint import find_model
 from nanochat.training.records import read_metrics
@@ -89,8 +92,9 @@ def test_an_empty_base_folder_is_enough(base_folder):
 
 
 def blocks_alone() -> None:
-    """What is compiled besides the blocks runs eagerly."""
+    """What is compiled besides the blocks runs eagerly. A long run's recipe, but it ends with the average."""
     compiling.with_compiler = lambda function, dynamic=False: function
+    recipe.choose_recipe = lambda *_: recipe.LONG_RUN._replace(final_average=1.0)
 
 
 def all_but_blocks() -> None:
@@ -123,6 +127,10 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, monkeypat
     assert_same_run("straight", "resumed", whole)
     lines = [[line for line in run.stdout.splitlines() if f"{whole - 1:05d}/" in line] for run in (straight, resumed)]
     assert lines[0][0].split("|")[1] == lines[1][0].split("|")[1], "the smoothed loss goes on too"
+    if compiled == blocks_alone:
+        kept = load_file(folder / "resumed" / f"step_{whole:06d}" / "optimizer_rank_00000.safetensors")
+        assert torch.equal(kept["master.lm_head.weight"], kept["look_ahead.average.lm_head.weight"])
+        assert not torch.equal(kept["master.transformer.wte.weight"], kept["look_ahead.average.transformer.wte.weight"])
 
 
 def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):

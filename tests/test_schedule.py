@@ -70,8 +70,8 @@ def test_recipe_of_an_older_checkpoint():
     old = LONG_RUN._asdict()
     old["look_ahead"] = old.pop("ema_nesterov")
     assert choose_recipe(unset, 12, 5000, old) == LONG_RUN
-    del old["look_ahead"], old["adamw_warmdown_ratio"]
-    expected = LONG_RUN._replace(ema_nesterov=0.0, adamw_warmdown_ratio=LONG_RUN.warmdown_ratio)
+    del old["look_ahead"], old["adamw_warmdown_ratio"], old["final_average"]
+    expected = LONG_RUN._replace(ema_nesterov=0.0, final_average=0.0, adamw_warmdown_ratio=LONG_RUN.warmdown_ratio)
     assert choose_recipe(unset, 12, 5000, old) == expected, "version 0.1.0 had one warmdown, and did not look ahead"
 
 

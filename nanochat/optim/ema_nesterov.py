@@ -6,6 +6,9 @@ Let x be the weights after an update, and m the mean of the moves of x over abou
 computes the next gradient at x + βm and updates from there: m ← DECAY m + (1 − DECAY)(x_new − x). The mean of the moves
 is the move of the mean: m = (1 − DECAY)(x − a), where a is the mean of the weights before this update. So only a is
 kept.
+
+A run's last weights are blended with a: each is noisy, as the learning rate does not fall to zero, and a mean over late
+steps is less so. modded-nanogpt, pull requests 325, 349, 364, with 0.25 to 0.6 of the mean.
 """
 from typing import Any
 
@@ -49,3 +52,13 @@ class EMANesterov:
         distance = stats.ok.new_full((), group["lr"])
         for s in group["shards"]:
             in_one_pass(move_ahead, s.master, self.state["average"][s.name], weight, distance)
+
+    @torch.no_grad()
+    def end_run(self, share: float, roles: dict[str, str]) -> None:
+        """
+        After the last step: the weights become (1 − share) · weights + share · average, but for embeddings. The average
+        stays. A run that is resumed with more steps goes on from the blended weights. roles: of all parameters.
+        """
+        for s in self.param_groups[0]["shards"]:
+            if "embedding" not in roles[s.name]:
+                s.master.lerp_(self.state["average"][s.name], share)

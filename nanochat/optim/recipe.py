@@ -38,6 +38,7 @@ class Recipe(NamedTuple):
     adamw_warmdown_ratio: float = 0.4   # the same for AdamW's rates alone
     final_lr_frac: float = 0.0          # learning rate at the end, as a share of the highest
     ema_nesterov: float = 0.0           # in mid-run, each step adds this factor times the mean update; 0: none
+    final_average: float = 0.0          # share of EMA-Nesterov's average in the weights after the last step
 
 
 # A long run of a large model has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 is for 0.88 billion tokens; at
@@ -47,7 +48,7 @@ LONG = 1000  # steps
 LONG_RUN = Recipe(
     embedding_lr=0.3, unembedding_lr=0.008, muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=400,
     weight_decay=0.205, warmup_steps=40, warmdown_ratio=0.65, adamw_warmdown_ratio=0.65, final_lr_frac=0.05,
-    ema_nesterov=0.3)
+    ema_nesterov=0.3, final_average=0.5)
 
 
 def choose_recipe(settings: dict, depth: int, num_iterations: int, before: dict | None = None) -> Recipe:
@@ -62,8 +63,9 @@ def choose_recipe(settings: dict, depth: int, num_iterations: int, before: dict 
         # AdamW restarts from zero, and its first steps disturb trained stream scales, which large models have.
         recipe = recipe._replace(warmup_steps=LONG_RUN.warmup_steps)
     if before:
-        # Older runs had one warmdown, or EMA-Nesterov under another name; version 0.1.0 had none.
-        older = {"adamw_warmdown_ratio": before["warmdown_ratio"], "ema_nesterov": before.get("look_ahead", 0.0)}
+        # Older runs had one warmdown, or EMA-Nesterov under another name; version 0.1.0 had none. None was blended.
+        older = {"adamw_warmdown_ratio": before["warmdown_ratio"], "ema_nesterov": before.get("look_ahead", 0.0),
+                 "final_average": 0.0}
         recipe = Recipe(**{name: (older | before)[name] for name in Recipe._fields})
     given = {name: settings[name] for name in Recipe._fields if settings.get(name, -1) != -1}
     if "warmdown_ratio" in given:  # for AdamW as well
