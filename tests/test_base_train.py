@@ -12,7 +12,7 @@ from conftest import ALL_PIECES, REPO, assert_same_run, losses, make_sums, run_m
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import Block
 from nanochat.runtime import compiling
 from nanochat.training.checkpoint import find_model
 from nanochat.training.records import read_metrics
@@ -94,7 +94,7 @@ def blocks_alone() -> None:
 
 
 def all_but_blocks() -> None:
-    GPT.compile_blocks = lambda model: None
+    Block.compile_body = lambda block, device: None
 
 
 @pytest.mark.parametrize("dtype, arch, compiled", [
