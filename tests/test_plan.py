@@ -216,22 +216,29 @@ def test_the_command_for_one_model():
 # ---- Steps that are tried
 
 
+@pytest.fixture
+def eager(monkeypatch):
+    """In processes started here, which see no GPU."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
-def test_rows_are_halved_for_a_lack_of_memory_and_for_nothing_else(monkeypatch):
+def test_rows_are_halved_for_a_lack_of_memory_and_for_nothing_else(eager, monkeypatch):
     """A real process that runs out of memory; one that the kernel ends; one that fails otherwise."""
     config = config_from_depth(1, 64, 64)
     run = subprocess.run
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", lambda *args, **settings: run(*args, **settings, preexec_fn=limit_memory))
         with pytest.raises(UserError, match="out of memory"):
-            try_steps(config, 2**15, torch.float32, "cpu", compiled=False)
+            try_steps(config, 2**15)
         patch.setattr(subprocess, "run", lambda *_, **settings: subprocess.CompletedProcess([], -9, "", ""))
         with pytest.raises(UserError, match="out of memory"):  # the kernel has ended it
-            try_steps(config, 1, torch.float32, "cpu", compiled=False)
+            try_steps(config, 1)
     answers = {4: "out of memory with device_batch_size=4", 2: "Signal 9 (SIGKILL) received by PID 1"}
 
     def try_steps_of(config: GPTConfig, rows: int, *how, **settings) -> None:
@@ -239,15 +246,15 @@ def test_rows_are_halved_for_a_lack_of_memory_and_for_nothing_else(monkeypatch):
             raise UserError(answers[rows])
 
     monkeypatch.setattr(nanochat.plan.step_trial, "try_steps", try_steps_of)
-    assert rows_that_train(5, config, torch.float32, "cpu", False) == 1
+    assert rows_that_train(5, config, False, 1) == 1
     answers[2] = "RuntimeError: no kernel image is available"
     with pytest.raises(UserError, match="no kernel image is available"):
-        rows_that_train(5, config, torch.float32, "cpu", False)
+        rows_that_train(5, config, False, 1)
 
 
-def test_the_time_of_a_step_is_measured_here():
+def test_the_time_of_a_step_is_measured_here(eager):
     """Three steps take less than the whole command, and one step's products cannot be done at 20 TFLOP/s."""
     began = time.monotonic()
-    seconds = try_steps(config_from_depth(1, 8192, 256), 16, torch.float32, "cpu", compiled=False) / 1000
+    seconds = try_steps(config_from_depth(1, 8192, 256), 16) / 1000
     head_flops = 6 * 128 * 8192 * 16 * 256
     assert head_flops / 20e12 < seconds < (time.monotonic() - began) / 3

@@ -155,8 +155,7 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float =
         recompute = rows < 4
         if recompute:
             rows = rows_that_fit(most, size, True)
-        choice = with_rl(Choice(size, max(rows, 1), recompute))
-        if rows and choice:
+        if rows and (choice := with_rl(Choice(size, rows, recompute))):
             return choice
     takes = cost(Choice(size, most, False, 0), ranks, gpu).most
     if takes > hours > 0:
