@@ -13,7 +13,7 @@ gpus = 0                    # [0..] GPUs to rent; 0: this machine's
 gpu = ""                    # which, as in nanochat/runtime/gpus.toml: H100; perhaps with its GB: A100,40
 price = 2.5                 # [0..] dollars per GPU and hour; a guess of November 2026 for an H100
 gpus_per_node = 8           # [1..] GPUs on each host
-link = "nvlink4"            # between GPUs of a host: a name in the table of nanochat/plan/machines.py
+link = "nvlink4"            # between GPUs of a host: a name in nanochat/plan/links.toml
 between = "ndr"             # between hosts, for each GPU
 # ---- Model
 depth = -1                  # [-1, 1..] layers; -1: chosen. On a CPU always its model, with this many layers
@@ -107,7 +107,7 @@ kind = gpu_here(device) if here else datasheet_gpu(gpu)
 if depth > 0 and not here and not file:
     for name, chosen in (("link", link), ("between", between)):
         if chosen not in LINKS:
-            raise UserError(f"{name}={chosen} is not in the table; expected one of {', '.join(LINKS)}")
+            raise UserError(f"{name}={chosen} is unknown; expected one of {', '.join(LINKS)}")
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise UserError(f"gpus={gpus} must be a multiple of gpus_per_node={gpus_per_node}, or fewer")
     config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch)

@@ -17,20 +17,15 @@ class Gpu(NamedTuple):
     peak: float         # dense FLOP/s in `dtype`
     bandwidth: float    # bytes/s of its memory
     memory: float       # GB
-    dtype: torch.dtype = torch.bfloat16  # in which it trains (`compute_dtype`)
+    bfloat16: bool = True  # whether that is the dtype in which it trains (`compute_dtype`), or float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bfloat16 else torch.float32
 
 
-def read_datasheets() -> list[Gpu]:
-    """The table of gpus.toml."""
-    table = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
-    gpus = []
-    for row in table["gpus"]:
-        dtype = getattr(torch, row.pop("dtype", "bfloat16"))
-        gpus.append(Gpu(**row, dtype=dtype))
-    return gpus
-
-
-GPUS = read_datasheets()
+TABLE = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+GPUS = [Gpu(**row) for row in TABLE["gpus"]]
 FLOPS_PER_BYTE = 989e12 / 3.35e12  # of an H100
 
 
@@ -71,7 +66,7 @@ def gpu_here(device: torch.device) -> Gpu:
             return gpu
     dtype = compute_dtype("auto", device)
     peak = measured_matmul_flops(device, dtype)
-    return Gpu(device.type.upper(), peak, peak / FLOPS_PER_BYTE, memory, dtype)
+    return Gpu(device.type.upper(), peak, peak / FLOPS_PER_BYTE, memory, dtype == torch.bfloat16)
 
 
 @functools.cache
