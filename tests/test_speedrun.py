@@ -294,11 +294,6 @@ def test_setup_says_how_it_is_called_and_which_extras_there_are(tmp_path):
     assert bash(tmp_path, "-c", f"set -e; . ./setup.sh {','.join(extras)}; . ./setup.sh").returncode == 0
 
 
-def test_the_runner_of_all_tests_prints_its_help_and_runs_nothing():
-    shown = bash(REPO, "tests/run.sh", "--help", **no_venv())
-    assert shown.returncode == 0 and "Arguments go to pytest" in shown.stdout and "pipefail" not in shown.stdout
-
-
 # ---- A plan, which is shown and not run
 
 
