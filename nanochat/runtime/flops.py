@@ -1,7 +1,7 @@
 """FLOP/s and bytes/s that a device can reach; MFU is the share of the FLOP/s that a run uses."""
 import functools
 import re
-import time
+import timeit
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -87,11 +87,10 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     and a run waits for them.
     """
     a, b = torch.randn(2, 2048, 2048, device=device).to(dtype)
-    seconds = []
-    for _ in range(3):
-        synchronize(device)
-        start = time.perf_counter()
+
+    def multiply() -> None:
         a @ b
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
+
+    seconds = timeit.repeat(multiply, number=1, repeat=3)
     return 2 * 2048**3 / min(seconds[1:])
