@@ -81,6 +81,11 @@ class Arm(NamedTuple):
     depth: int = 22
     pieces: dict[str, Any] = {}
 
+    @property
+    def rank(self) -> int:
+        """The one that exists: rank 3, or the only one."""
+        return min(3, self.ranks - 1)
+
 
 MAX_SEQ_LEN = 64 if rehearse else 2048
 PARTS = {
@@ -91,8 +96,8 @@ PARTS = {
                Arm("no offset", False, 1, 32, 1, 1000, 8, LARGE | {"key_offset": False})],
 }
 if rehearse:
-    for arms in PARTS.values():
-        arms[:] = [arm._replace(rows=2, steps=4, depth=2) for arm in arms]
+    for name, arms in PARTS.items():
+        PARTS[name] = [arm._replace(rows=2, steps=4, depth=2) for arm in arms]
 # Seconds: to start, compile and make FlashAttention 4's kernels; to compile a second arm. Published steps took up to
 # 1.2 times as long as estimated, but on eight GPUs, which wait for each other.
 START, SECOND, RESERVE = 75, 20, 1.15
@@ -111,19 +116,23 @@ def estimated(arm: Arm) -> float:
 
 
 def run_all() -> None:
-    hour, small = ["-m", "bench.gpu_first_hour"], ["--rehearse"] if rehearse else []
-    parts = [([*hour, "--part=text", *small], 180.0)]
+    """Each part with its limit in seconds: first what makes the data, if there is none, then PARTS, then the engine."""
+    this = ["-m", "bench.gpu_first_hour"]
+    if rehearse:
+        this.append("--rehearse")
+    parts = [([*this, "--part=text"], 180.0)]
     if not tokenizer_dir(data).exists() and not rehearse:
         parts = [(["-m", "scripts.dataset", f"--source={data}", "--num_shards=3"], 120),
                  (["-m", "scripts.tok_train", f"--data={data}", f"--vocab_size={vocab_size}"], 120), *parts]
     for name, arms in PARTS.items():
         seconds = sum(arm.steps * estimated(arm) for arm in arms)
-        parts.append(([*hour, f"--part={name}", *small], START + SECOND * (len(arms) - 1) + RESERVE * seconds))
+        parts.append(([*this, f"--part={name}"], START + SECOND * (len(arms) - 1) + RESERVE * seconds))
     size = ["--depth=2", "--batch_size=4"] if rehearse else ["--depth=22", "--batch_size=256"]
     parts.append((["-m", "bench.engine", "--arch=modern", f"--vocab_size={vocab_size}", "--new_tokens=64",
                    "--repeats=2", *size], 60))
     base_dir().mkdir(parents=True, exist_ok=True)
-    began, due = time.perf_counter(), 0.0
+    began = time.perf_counter()
+    due = 0.0  # seconds from there until this part must end
     with open(base_dir() / "gpu_first_hour.md", "w", encoding="utf-8") as page:
         def say(line: str) -> None:
             for file in (sys.stdout, page):
@@ -147,15 +156,16 @@ def run_all() -> None:
 
 
 def read(arm: Arm, device: torch.device) -> Generator[Batch]:
-    """The micro-batches of rank 3, or of the only one."""
-    shape = BatchShape(arm.rows, MAX_SEQ_LEN, min(3, arm.ranks - 1), arm.ranks, device)
+    """The micro-batches of the arm's rank."""
+    shape = BatchShape(arm.rows, MAX_SEQ_LEN, arm.rank, arm.ranks, device)
     rows_per_step = shape.rows_per_micro_step * arm.micro_steps
     return document_loader(data, "train", tokenizer, shape, rows_per_step=rows_per_step)
 
 
 def train(arm: Arm) -> None:
-    """Train as a long run of a large model would, on real text."""
-    recipe, steps = LONG_RUN, arm.steps
+    """Train as a long run of a large model would, on real text, with the rates of scripts/base_train.py."""
+    recipe = LONG_RUN  # its AdamW has Muon's warmdown
+    steps = arm.steps
     model, sharding, optimizers = set_up_training(config_of(arm), dtype, device, recipe=recipe)
     if arm.fp8:
         use_fp8(model, device, arm.rows * MAX_SEQ_LEN)
@@ -193,7 +203,8 @@ def train(arm: Arm) -> None:
 
 
 _, _, device, dtype = set_up("cpu" if rehearse else "cuda", "auto")
-gpu, bos = gpu_here(device), -1
+gpu = gpu_here(device)
+bos = -1  # until there is a tokenizer: no estimate depends on it
 if part == "all":
     run_all()
 else:
@@ -209,7 +220,7 @@ else:
         compiling = set_compile(not rehearse, device.type)
         print("| what | measured | estimated |\n| --- | ---: | ---: |")
         for arm in PARTS[part]:
-            with one_rank_of(arm.ranks, min(3, arm.ranks - 1)):
+            with one_rank_of(arm.ranks, arm.rank):
                 train(arm)
             gc.collect()
             torch.cuda.empty_cache()

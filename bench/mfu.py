@@ -21,6 +21,7 @@ import torch
 from torch.profiler import profile
 
 from bench.harness import PageBlock, random_tokens
+from nanochat.model.compile import compile_model
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import split_into_stages
 from nanochat.plan.step_trial import set_up_training
@@ -31,9 +32,11 @@ from nanochat.runtime.tables import markdown_table
 block = PageBlock("memory.md", "bench.mfu", write)
 
 device = torch.device("cpu")  # the profiler's names below are those of CPU kernels
-compiling = set_compile(True, device.type)
 config = config_from_depth(depth, vocab_size, max_seq_len)
-model, sharding, optimizers = set_up_training(config, torch.float32, device, zero_stage=1, compiled=compiling)
+model, sharding, optimizers = set_up_training(config, torch.float32, device, zero_stage=1)
+compiling = set_compile(True, device.type)
+if compiling:
+    compile_model(model)
 tokens = random_tokens(vocab_size, device_batch_size, max_seq_len + 1)
 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -57,13 +57,13 @@ def files_of(command: list[str]) -> tuple[str, list[str], list[str]]:
     if script == "dataset":
         values["name"] = values["name"] or default_name(values["source"])
     # Trainings are called as their stage: the page finds them by "mid-TAG".
-    kinds = {module: stage for stage, module in SCRIPTS.items()}
-    kinds["scripts.chat_eval"] = f"chat_eval-{values.get('source')}"
+    kinds = {name: stage for stage, name in SCRIPTS.items()}
+    kinds["chat_eval"] = f"chat_eval-{values.get('source')}"
     about = (Path(str(values.get(key) or "")).name for key in ("model_tag", "data", "name", "source"))
     if script in FILES and not values.get("model_tag", script):
         raise UserError(f"scripts.once runs {script} with --model_tag=…: it is part of the paths that are compared")
     needs, makes = ([path.format(**values) for path in paths] for paths in FILES.get(script, ([], [])))
-    return f"{kinds.get(command[place], script)}-{next(filter(None, about), 'newest')}", needs, makes
+    return f"{kinds.get(script, script)}-{next(filter(None, about), 'newest')}", needs, makes
 
 
 def digest(pattern: str) -> str | None:

@@ -10,10 +10,10 @@ from configurator import configure
 
 # ---- Machine
 gpus = 0                    # [0..] GPUs to rent; 0: this machine's
-gpu = ""                    # which, as in nanochat/runtime/flops.py: H100; perhaps with its GB: A100,40
+gpu = ""                    # which, as in nanochat/runtime/gpus.toml: H100; perhaps with its GB: A100,40
 price = 2.5                 # [0..] dollars per GPU and hour; a guess of November 2026 for an H100
 gpus_per_node = 8           # [1..] GPUs on each host
-link = "nvlink4"            # between GPUs of a host: a name in the table of nanochat/plan/machines.py
+link = "nvlink4"            # between GPUs of a host: a name in nanochat/plan/links.toml
 between = "ndr"             # between hosts, for each GPU
 # ---- Model
 depth = -1                  # [-1, 1..] layers; -1: chosen. On a CPU always its model, with this many layers
@@ -58,7 +58,6 @@ from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fast
 from nanochat.plan.memory import GIB, largest_rows, needed_bytes, samples_at_once, shaped
 from nanochat.plan.step_time import step_time
 from nanochat.plan.step_trial import rows_that_train, try_steps
-from nanochat.runtime.compiling import has_compiler
 from nanochat.runtime.devices import choose_device_type, compute_dtype
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
@@ -68,8 +67,6 @@ from nanochat.runtime.tables import markdown_table
 if bool(gpus) != bool(gpu):
     raise UserError(f"gpus={gpus} gpu={gpu}: expected both, such as --gpus=8 --gpu=H100, or none for this machine")
 here = not gpu
-device = torch.device(choose_device_type("") if here else "cuda")
-dtype = compute_dtype("auto", device) if here else datasheet_gpu(gpu).dtype
 kept = Path(file).read_text() if Path(file).is_file() else ""
 
 
@@ -84,9 +81,11 @@ def check_disk(wanted: int) -> None:
 
 # ---- This machine
 if here:
+    device = torch.device(choose_device_type(""))
     gpus = torch.cuda.device_count()
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} of "
-          f"{os.cpu_count()} cores, {gpus} GPU(s); device {device.type}, dtype {dtype}")
+          f"{os.cpu_count()} cores, {gpus} GPU(s); device {device.type}, "
+          f"dtype {compute_dtype('auto', device)}")
 
 # ---- A CPU: nothing is chosen; timed steps give the time
 if not gpus:
@@ -94,7 +93,7 @@ if not gpus:
     depth = max(depth, 2)
     # What runs/cpu.sh trains: its vocabulary, length of rows, architecture and rows of a step.
     config = config_from_depth(depth, 4096, 512, arch="modern,head_dim=64")
-    seconds = cpu_seconds(depth, try_steps(config, 8, dtype, device.type, has_compiler(device.type)))
+    seconds = cpu_seconds(depth, try_steps(config, 8))
     if file:
         write_text(Path(file), json.dumps(seconds))
     left = sum(seconds[name] for name in seconds if not (base_dir() / "once" / f"{name}.json").exists())
@@ -108,7 +107,7 @@ kind = gpu_here(device) if here else datasheet_gpu(gpu)
 if depth > 0 and not here and not file:
     for name, chosen in (("link", link), ("between", between)):
         if chosen not in LINKS:
-            raise UserError(f"{name}={chosen} is not in the table; expected one of {', '.join(LINKS)}")
+            raise UserError(f"{name}={chosen} is unknown; expected one of {', '.join(LINKS)}")
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise UserError(f"gpus={gpus} must be a multiple of gpus_per_node={gpus_per_node}, or fewer")
     config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch)
@@ -124,13 +123,13 @@ if depth > 0 and not here and not file:
     for zero_stage in (1, 2, 3):
         for shards in sorted({cluster.per_host, gpus}):
             layouts.append(Layout(zero_stage, shards, rows, run.micro_steps))
-    best = fastest_layout(config, cluster, rate, dtype, run.total_batch_size, kind.memory * GIB)
+    best = fastest_layout(config, cluster, rate, kind.dtype, run.total_batch_size, kind.memory * GIB)
     if best:
         layouts.append(best[0])
     table = []
     for layout in dict.fromkeys(layouts):
-        plan = plan_step(config, cluster, layout, rate, dtype, run.total_batch_size)
-        gigabytes = bytes_on_a_rank(config, cluster, layout, dtype), plan.within, plan.between
+        plan = plan_step(config, cluster, layout, rate, kind.dtype, run.total_batch_size)
+        gigabytes = bytes_on_a_rank(config, cluster, layout, kind.dtype), plan.within, plan.between
         table.append([layout.zero_stage, layout.shards, layout.pipeline_stages, layout.rows,
                       *(f"{n / 1e9:.2f}" for n in gigabytes),
                       *(f"{n:.3f}" for n in (plan.exposed, plan.bubble, plan.seconds)),
@@ -155,8 +154,9 @@ ranks = 2 ** (gpus.bit_length() - 1)  # a power of two, which divides every batc
 def rows_that_fit(most: int, depth: int, checkpointing: bool) -> int:
     config = config_of(depth)
     if here:
-        return rows_that_train(most, config, dtype, "cuda", True, checkpointing, ranks)
-    return largest_rows(most, lambda rows: needed_bytes(config, rows, dtype, ranks, checkpointing) <= kind.memory * GIB)
+        return rows_that_train(most, config, checkpointing, ranks)
+    memory = kind.memory * GIB
+    return largest_rows(most, lambda rows: needed_bytes(config, rows, kind.dtype, ranks, checkpointing) <= memory)
 
 
 if kept:

@@ -17,8 +17,8 @@ from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.files import base_dir
 from nanochat.training.records import read_metrics
 
-__all__ = ["REPO", "run_module", "warm_python", "base_folder", "make_sums", "losses", "assert_same_run",
-           "ALL_PIECES"]
+__all__ = ["REPO", "run_module", "warm_python", "base_folder", "make_sums", "made", "base_run", "losses",
+           "assert_same_run", "ALL_PIECES"]
 ALL_PIECES = ("classic,rope_theta=1e5,qk_scale=1.2,short_windows=True,value_embeddings=True,smear=True,key_offset=True,"
               "document_token=3,embedding_std=0.8,fc_scale=0.4,narrow_gates=True,stream_scales=True,"
               "subtract_middle=True")  # base_train's --arch
@@ -70,6 +70,16 @@ def make_sums(folder: Path, documents: int = 400, text: str = SUM, vocab_size: i
         (folder / "texts" / f"{i}.txt").write_text(text.format(i=i, twice=2 * i, less=i - 1))
     make(str(folder / "texts"), "sums")
     return train_tokenizer("sums", vocab_size)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base folder with a small data set and its tokenizer, made once for the tests of a file."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
+        make_sums(folder)
+    return folder
 
 
 def base_run(tag: str) -> Path:

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.harness import one_rank_of
-from bench.sent import sent_in
 from nanochat.model import gpt, loss
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.step_trial import set_up_training
@@ -45,18 +44,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 class DryStep(LiveBytes):
-    """By phase of a step: peaks, collectives as (operation, dtype), their bytes; and copies between devices."""
+    """By phase of a step: peaks, and collectives as (operation, dtype); and copies between devices."""
 
-    def __init__(self, rank: int, ranks: int):
+    def __init__(self):
         super().__init__()
-        self.rank, self.ranks = rank, ranks
         self.clear("setup")
 
     def clear(self, phase: str) -> None:
         """Begin counting anew; what is alive stays counted."""
         self.phase, self.peak, self.peaks = phase, self.now, Counter()
         self.collectives: dict[str, Counter] = defaultdict(Counter)
-        self.sent, self.gathered, self.copies = 0.0, 0, []
+        self.gathered, self.copies = 0, []
 
     def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -66,7 +64,6 @@ class DryStep(LiveBytes):
         if func.namespace == "c10d":
             largest = max(tensors, key=Tensor.numel)
             self.collectives[self.phase][name, str(largest.dtype).removeprefix("torch.")] += 1
-            self.sent += sent_in(name, args, self.rank, self.ranks)
             self.gathered += largest.numel() if self.phase == "gather" else 0
         elif name in ("_to_copy", "copy_") and len({t.device for t in tensors}) > 1:
             self.copies.append(f"{name} in {self.phase}")
@@ -77,9 +74,9 @@ def dry_step(
     ranks: int, config: GPTConfig, rows: int, stage: int, micro_steps: int, checkpointing: bool = False
 ) -> DryStep:
     """Counts rank 3's optimizer step as in scripts/base_train.py, in bfloat16, after one that is not counted."""
-    count, has_varlen = DryStep(min(3, ranks - 1), ranks), gpt.has_varlen
+    count, has_varlen = DryStep(), gpt.has_varlen
     gpt.has_varlen, loss.CHUNK_LOGITS["meta"] = lambda *_: True, loss.CHUNK_LOGITS["cuda"]
-    with one_rank_of(ranks, count.rank), count:
+    with one_rank_of(ranks, min(3, ranks - 1)), count:
         model, sharding, optimizers = set_up_training(config, torch.bfloat16, META, stage)
         model.activation_checkpointing = checkpointing
         tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device=META)

@@ -112,11 +112,14 @@ def costs() -> str:
     return "\n".join(["```", *lines[:6], "```"])
 
 
+# Steps on eight H100: a run or pull request, depth, vocabulary, rows, seconds.
+PUBLISHED = (("nanochat, run 6", 24, 32768, 16, 1.066), ("nanochat 733", 22, 32768, 16, 0.882),
+             ("nanochat 830", 22, 49152, 32, 0.924))
+
+
 def published() -> str:
     lines = []
-    for name, depth, vocab_size, rows, seconds in (
-            ("nanochat, run 6", 24, 32768, 16, 1.066), ("nanochat 733", 22, 32768, 16, 0.882),
-            ("nanochat 830", 22, 49152, 32, 0.924)):
+    for name, depth, vocab_size, rows, seconds in PUBLISHED:
         config = config_from_depth(depth, vocab_size, LENGTH, arch="modern")
         step = step_time(config, rows, 64 // rows, 8, datasheet_gpu("H100"), True)
         parts = [f"{1e3 * part:.0f}" for part in step]

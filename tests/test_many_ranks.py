@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_PIECES, REPO, assert_same_run, losses, make_sums, warm_python
+from conftest import ALL_PIECES, REPO, assert_same_run, base_run, losses, warm_python
 from ranks import run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
 from warm_python import Job
@@ -32,19 +32,11 @@ TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "
 STEPS = 28  # of runs that are killed
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A base folder with a small data set and its tokenizer, for all tests: each trains under a tag of its own."""
-    folder = tmp_path_factory.mktemp("base")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        make_sums(folder)
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def in_base(base, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+def base(made, monkeypatch):
+    """All tests share one folder: each trains under a tag of its own."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made))
+    return made
 
 
 def arguments(tag: str, settings: dict) -> list[str]:
@@ -76,31 +68,27 @@ def train(world_size: int, tag: str, nan_step: int = -1, **settings) -> str:
     return run_on_ranks(world_size, script, arguments(tag, settings), nan_step)[0]
 
 
-def folder(base: Path, tag: str) -> Path:
-    return base / "base_checkpoints" / tag
-
-
 def difference(a: dict[int, float], b: dict[int, float]) -> float:
     assert a.keys() == b.keys()
     return max(abs(a[step] - b[step]) for step in a)
 
 
-def tensors(base: Path, tag: str, step: int) -> dict[str, torch.Tensor]:
+def tensors(tag: str, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, by file and name."""
-    files = (folder(base, tag) / f"step_{step:06d}").glob("*.safetensors")
+    files = (base_run(tag) / f"step_{step:06d}").glob("*.safetensors")
     return {f"{file.name} {name}": t for file in files for name, t in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(base):
+def undisturbed(made):
     """Two ranks, stage 2, so many steps: what interrupted runs are compared with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        patch.setenv("NANOCHAT_BASE_DIR", str(made))
         train(2, "undisturbed", num_iterations=STEPS, save_every=4)
     return "undisturbed"
 
 
-def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
+def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage():
     """
     Losses within 1e-5 over 12 steps: float32 sums in another order (a learning rate that is off by a thousandth makes
     8e-5). One of the runs begins by removing another, which only one rank may do; one
@@ -117,7 +105,7 @@ def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
         assert difference(losses(tag), one) < 1e-5, tag
 
 
-def test_sizes_that_are_left_to_the_device_do_not_depend_on_the_ranks(base):
+def test_sizes_that_are_left_to_the_device_do_not_depend_on_the_ranks():
     """Two steps of as few tokens as are chosen."""
     for world_size in (1, 4):
         train(world_size, f"chosen-{world_size}", max_seq_len=-1, device_batch_size=-1, total_batch_size=-1,
@@ -125,7 +113,7 @@ def test_sizes_that_are_left_to_the_device_do_not_depend_on_the_ranks(base):
     assert difference(losses("chosen-1"), losses("chosen-4")) < 1e-5
 
 
-def test_bfloat16_does_not_depend_on_the_cut(base):
+def test_bfloat16_does_not_depend_on_the_cut():
     """
     Within a few last bits of a loss (4.8e-7): sums of bfloat16 gradients are nearly exact in float32, and so is the
     norm that clips. With a norm of float32 the third and fourth loss are 7e-5 and 1e-5 off. A small model: where the
@@ -141,19 +129,19 @@ def test_bfloat16_does_not_depend_on_the_cut(base):
 
 
 @pytest.mark.parametrize("stage, dtype", [(2, "float32"), (3, "bfloat16")])
-def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dtype):
+def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(stage, dtype):
     """2N = N + stop + resume + N, bit for bit: weights, masters, moments, losses."""
     straight, resumed = f"straight-{stage}-{dtype}", f"resumed-{stage}-{dtype}"
     settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype, arch=ALL_PIECES)
     train(2, straight, **settings)
-    shutil.copytree(folder(base, straight) / "step_000004", folder(base, resumed) / "step_000004")
-    shutil.copy(folder(base, straight) / "metrics.jsonl", folder(base, resumed))
+    shutil.copytree(base_run(straight) / "step_000004", base_run(resumed) / "step_000004")
+    shutil.copy(base_run(straight) / "metrics.jsonl", base_run(resumed))
     printed = train(2, resumed, resume="auto", **settings)
     assert "resuming from" in printed and "step 00004/" in printed and "step 00003/" not in printed
     assert_same_run(straight, resumed, 8)
 
 
-def test_a_run_moves_between_ranks_and_stages(base):
+def test_a_run_moves_between_ranks_and_stages():
     """
     2 ranks on stage 2, then 4 on stage 3, then 3, among which four micro-batches do not divide, then 1: the losses
     stay within 1e-4 of the run that stayed.
@@ -163,8 +151,8 @@ def test_a_run_moves_between_ranks_and_stages(base):
     before = "stayed"
     for world_size, stage, step in ((4, 3, 3), (3, 2, 6), (1, 1, 9)):
         tag = f"moved-{world_size}"
-        shutil.copytree(folder(base, before) / f"step_{step:06d}", folder(base, tag) / f"step_{step:06d}")
-        shutil.copy(folder(base, before) / "metrics.jsonl", folder(base, tag))
+        shutil.copytree(base_run(before) / f"step_{step:06d}", base_run(tag) / f"step_{step:06d}")
+        shutil.copy(base_run(before) / "metrics.jsonl", base_run(tag))
         train(world_size, tag, zero_stage=stage, resume="auto", **settings)
         before = tag
     assert difference(losses(before), losses("stayed")) < 1e-4
@@ -183,13 +171,13 @@ def test_a_model_that_is_trained_further_on_two_data_sets_does_not_depend_on_ran
         assert difference(losses(tag), losses("further")) < 1e-5, tag
 
 
-def test_a_bad_step_is_nobodys_update(base):
+def test_a_bad_step_is_nobodys_update():
     """A NaN on one of two ranks: both skip that step, count it, and go on."""
     printed = train(2, "nan", nan_step=5, num_iterations=8, save_every=4)
     assert "step 00005: skipped on every rank" in printed and printed.count("skipped on every rank") == 1
-    records = {record["step"]: record for record in read_metrics(folder(base, "nan") / "metrics.jsonl")}
+    records = {record["step"]: record for record in read_metrics(base_run("nan") / "metrics.jsonl")}
     assert [step for step in records if "train/loss" not in records[step]] == [5] and records[5]["train/skipped"] == 1
-    assert all(t.isfinite().all() for t in tensors(base, "nan", 8).values() if t.is_floating_point())
+    assert all(t.isfinite().all() for t in tensors("nan", 8).values() if t.is_floating_point())
 
 
 # ---- Real kills, under torchrun
@@ -205,42 +193,42 @@ def wait_less() -> None:
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_falls_silent_is_brought_back_by_torchrun(base, tmp_path, undisturbed, by):
+def test_a_rank_that_dies_or_falls_silent_is_brought_back_by_torchrun(tmp_path, undisturbed, by):
     """
     In mid-step; a stopped rank when the others' collective has timed out. With --max-restarts the same command ends,
     and matches the undisturbed run.
     """
     environment = {"CHANGE": f"{__name__}.{wait_less.__name__}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    job = start_job(tmp_path / "log", by.name, ("--max-restarts=1",), ("1", folder(base, by.name) / "step_000012"), by,
+    job = start_job(tmp_path / "log", by.name, ("--max-restarts=1",), ("1", base_run(by.name) / "step_000012"), by,
                     environment)
     assert job.end() == 0, job.text()
     assert re.search(r"resuming from .*step_0000(08|12|16|20|24)", job.text())
     assert_same_run(undisturbed, by.name, STEPS)
 
 
-def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
+def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(tmp_path, undisturbed):
     """SIGKILL of both ranks when a save has begun; then the newest checkpoint is damaged, named and passed over."""
-    job = start_job(tmp_path / "log", "saving", kill=("01", folder(base, "saving") / ".step_0000[12]*/*"))
+    job = start_job(tmp_path / "log", "saving", kill=("01", base_run("saving") / ".step_0000[12]*/*"))
     assert job.end() != 0 and "SIGKILL" in job.text(), job.text()
-    newest = max(folder(base, "saving").glob("step_*"))
+    newest = max(base_run("saving").glob("step_*"))
     shard = newest / "optimizer_rank_00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     printed = train(2, "saving", resume="auto", num_iterations=STEPS, save_every=4)
     assert f"warning: {newest}: optimizer_rank_00001.safetensors does not match its checksum" in printed
-    assert "resuming from" in printed and not list(folder(base, "saving").glob(".step*"))
+    assert "resuming from" in printed and not list(base_run("saving").glob(".step*"))
     assert_same_run(undisturbed, "saving", STEPS)
 
 
-def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
+def test_sigterm_finishes_the_step_saves_and_ends_well(tmp_path, undisturbed):
     """To the launcher, as schedulers do: every worker exits 0 with a checkpoint of the step it was in."""
-    job = start_job(tmp_path / "log", "stopped", kill=("0", folder(base, "stopped") / "step_000010"), by=signal.SIGTERM,
+    job = start_job(tmp_path / "log", "stopped", kill=("0", base_run("stopped") / "step_000010"), by=signal.SIGTERM,
                     save_every=10)
     job.end()  # torchrun's own status is 1
     step = int(re.search(r"stopped after step (\d+); --resume=auto continues", job.text())[1])
     assert 10 < step < STEPS and "exitcode" not in job.text(), job.text()
-    assert max(folder(base, "stopped").glob("step_*")).name == f"step_{step:06d}"
+    assert max(base_run("stopped").glob("step_*")).name == f"step_{step:06d}"
     train(2, "stopped", resume="auto", num_iterations=STEPS, save_every=-1)
     assert_same_run(undisturbed, "stopped", STEPS)
 
@@ -252,7 +240,7 @@ def evaluate_until_stopped(rank: int, world_size: int, args: list[str]) -> tuple
     return printed, calls.count(4)
 
 
-def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once(base):
+def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once():
     """Of two batches the first. No step is taken any more, and no other evaluation begins; it comes with the resume."""
     settings = dict(num_iterations=5, eval_every=4, sample_every=4, zero_stage=3)
     ranks = run_on_ranks(2, evaluate_until_stopped, arguments("left", settings))
@@ -260,11 +248,11 @@ def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once(base):
     assert [count for _, count in ranks] == [1, 1]
     assert printed.splitlines()[-1] == "stopped after step 4; --resume=auto continues"
     assert "step 00003/00005 (" in printed and "step 00004/00005 (" not in printed
-    assert [path.name for path in folder(base, "left").glob("step_*")] == ["step_000004"]
+    assert [path.name for path in base_run("left").glob("step_*")] == ["step_000004"]
     assert "step 00004/00005 | validation" in train(2, "left", resume="auto", **settings)
 
 
-def test_a_lost_connection_saves_and_ends(base):
+def test_a_lost_connection_saves_and_ends():
     """torchrun in a terminal that goes away, as with a dropped ssh session: SIGHUP, and no output can be written."""
     ours, theirs = os.openpty()
 
@@ -284,12 +272,12 @@ def test_a_lost_connection_saves_and_ends(base):
         printed += os.read(ours, 4096)
     os.close(ours)
     job.wait(300)
-    [saved] = folder(base, "hung-up").glob("step_*")
+    [saved] = base_run("hung-up").glob("step_*")
     assert saved.name > "step_000002"
     assert problem_with(saved) is None
 
 
-def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
+def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path):
     """torchrun has a restart left when the loss is not finite any more: it ends with the same line, before training."""
     job = start_job(tmp_path / "log", "diverged", ("--max-restarts=1",), matrix_lr=1e38, num_iterations=20)
     assert job.end() == 1

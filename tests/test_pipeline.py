@@ -3,10 +3,10 @@ import itertools
 
 import pytest
 import torch
-from conftest import ALL_PIECES, make_sums
+from conftest import ALL_PIECES, base_run
 from ranks import run_on_ranks
 from safetensors.torch import load_file
-from test_many_ranks import arguments, folder, script
+from test_many_ranks import arguments, script
 
 from nanochat.model import gpt_config
 from nanochat.model.gpt import GPT
@@ -24,19 +24,16 @@ SETTINGS = {"depth": 4, "max_seq_len": 16, "device_batch_size": 1, "total_batch_
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A base folder with a small data set, its tokenizer and a run on one rank; each run has a tag of its own."""
-    folder = tmp_path_factory.mktemp("base")
+def plain(made):
+    """A run on one rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        make_sums(folder)
+        patch.setenv("NANOCHAT_BASE_DIR", str(made))
         train(1, "plain")
-    return folder
 
 
-@pytest.fixture(autouse=True)
-def in_base(base, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+@pytest.fixture
+def base(made, plain, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made))
 
 
 def small_script(rank: int, world_size: int, args: list[str], bad_rank: int) -> str:
@@ -62,16 +59,16 @@ def train(world_size: int, tag: str, bad_rank: int = -1, **settings) -> str:
     return run_on_ranks(world_size, small_script, arguments(tag, SETTINGS | settings), bad_rank)[0]
 
 
-def numbers(base, tag: str) -> list[tuple[float, ...]]:
+def numbers(tag: str) -> list[tuple[float, ...]]:
     """Loss and gradient norm of each step, then the validations."""
-    records = read_metrics(folder(base, tag) / "metrics.jsonl")
+    records = read_metrics(base_run(tag) / "metrics.jsonl")
     return [tuple(record[key] for key in ("train/loss", "train/grad_norm")) for record in records
             if "train/loss" in record] + [(record["val/bpb"],) for record in records if "val/bpb" in record]
 
 
-def tensors(base, tag: str) -> dict[str, torch.Tensor]:
+def tensors(tag: str) -> dict[str, torch.Tensor]:
     """Of a checkpoint: the weights, and by name what optimizers keep, put together from the ranks' files."""
-    checkpoint = folder(base, tag) / f"step_{STEPS:06d}"
+    checkpoint = base_run(tag) / f"step_{STEPS:06d}"
     found = load_file(checkpoint / "model.safetensors")
     for path in sorted(checkpoint.glob("optimizer_rank_*.safetensors")):
         for name, part in load_file(path).items():
@@ -81,8 +78,8 @@ def tensors(base, tag: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same_tensors(base, a: str, b: str) -> None:
-    first, second = tensors(base, a), tensors(base, b)
+def assert_same_tensors(a: str, b: str) -> None:
+    first, second = tensors(a), tensors(b)
     assert first.keys() == second.keys()
     assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
 
@@ -95,12 +92,12 @@ def far(a: list[tuple], b: list[tuple]) -> float:
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_two_pipelines_side_by_side_draw_the_curve_of_one_rank(base, zero_stage):
     """Two data-parallel ranks in each of two stages: sums over ranks are taken in another order."""
-    plain = numbers(base, "plain")
+    plain = numbers("plain")
     tag = f"side-by-side-{zero_stage}"
     train(4, tag, pipeline_stages=2, zero_stage=zero_stage)
     assert plain[STEPS - 1][0] < plain[0][0] - 0.3, "a curve that falls"
-    assert far(plain, numbers(base, tag)) < 1e-5
-    assert tensors(base, "plain").keys() == tensors(base, tag).keys()
+    assert far(plain, numbers(tag)) < 1e-5
+    assert tensors("plain").keys() == tensors(tag).keys()
 
 
 def test_every_piece_works_in_a_pipeline(base):
@@ -108,9 +105,9 @@ def test_every_piece_works_in_a_pipeline(base):
     pieces = dict(arch=ALL_PIECES)
     train(1, "pieces", **pieces)
     train(4, "pieces4", pipeline_stages=4, activation_checkpointing=True, **pieces)
-    assert far(numbers(base, "pieces"), numbers(base, "pieces4")) < 1e-5
+    assert far(numbers("pieces"), numbers("pieces4")) < 1e-5
     for tag, ranks in ("pieces", 1), ("pieces4", 4):
-        step = read_metrics(folder(base, tag) / "metrics.jsonl")[-2]
+        step = read_metrics(base_run(tag) / "metrics.jsonl")[-2]
         flops = step["train/mfu"] * ranks * 1e18 / step["train/tok_per_sec"]
         # 4 layers, 64 wide, and a head of 384 tokens, padding included; three windows of 4 tokens, one of 16
         assert flops == pytest.approx(6 * (4 * 12 * 64**2 + 64 * 384) + 12 * 64 * (3 * 4 + 16)), tag
@@ -126,8 +123,8 @@ def test_a_run_goes_on_with_another_number_of_stages(base):
                      dict(pipeline_stages=4, activation_checkpointing=True) | again,
                      dict(pipeline_stages=1) | again):
         train(settings["pipeline_stages"], "two", **settings)
-        assert numbers(base, "two") == numbers(base, "plain")
-        assert_same_tensors(base, "two", "plain")
+        assert numbers("two") == numbers("plain")
+        assert_same_tensors("two", "plain")
 
 
 def test_a_step_that_is_bad_on_one_stage_is_skipped_on_all(base):
@@ -135,8 +132,8 @@ def test_a_step_that_is_bad_on_one_stage_is_skipped_on_all(base):
     for tag, ranks, settings in (("bad", 1, {}), ("bad2", 2, dict(pipeline_stages=2))):
         printed = train(ranks, tag, bad_rank=ranks - 1, total_batch_size=144, **settings)
         assert "step 00002: skipped on every rank" in printed
-    assert numbers(base, "bad") == numbers(base, "bad2")
-    assert_same_tensors(base, "bad", "bad2")
+    assert numbers("bad") == numbers("bad2")
+    assert_same_tensors("bad", "bad2")
 
 
 def test_layers_are_cut_so_that_the_largest_stage_is_least():

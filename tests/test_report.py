@@ -47,6 +47,7 @@ def test_summary_table_joins_the_results_of_all_sections():
 """
     assert table in text, "of bits per byte the later stage's"
     assert headings(text) == ["Summary", "Train", "Eval", "Chat", "Chat"] and "Body." in text
+    assert "*No plot: " in text, "a log that cannot be read costs a line, not the report"
 
 
 def test_a_report_is_about_one_model_and_its_data(monkeypatch):
@@ -89,9 +90,3 @@ def test_panels_draw_the_records(base_folder):
     rewards = [{"step": step, "rl/reward": step / 4, "train/loss": -step} for step in range(5)]
     policy, reward, *_ = plots.metrics_figure(rewards).axes
     assert policy.get_yscale() == "linear" and reward.lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75, 1]
-
-
-def test_metrics_that_cannot_be_read_are_one_line():
-    write_section("base_train", "Train", "A body.", "base")
-    text = run_report.generate().read_text()
-    assert "A body." in text and "*No plot: " in text

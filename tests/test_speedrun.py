@@ -294,11 +294,6 @@ def test_setup_says_how_it_is_called_and_which_extras_there_are(tmp_path):
     assert bash(tmp_path, "-c", f"set -e; . ./setup.sh {','.join(extras)}; . ./setup.sh").returncode == 0
 
 
-def test_the_runner_of_all_tests_prints_its_help_and_runs_nothing():
-    shown = bash(REPO, "tests/run.sh", "--help", **no_venv())
-    assert shown.returncode == 0 and "Arguments go to pytest" in shown.stdout and "pipefail" not in shown.stdout
-
-
 # ---- A plan, which is shown and not run
 
 
@@ -351,8 +346,8 @@ def choose(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("nanochat.runtime.devices.choose_device_type", lambda _: "cuda" if gpus else "cpu")
         monkeypatch.setattr("nanochat.runtime.devices.compute_dtype", lambda *_: torch.bfloat16)
         monkeypatch.setattr("nanochat.runtime.flops.gpu_here", lambda _: Gpu("H100", peak, peak / 295, 80))
-        monkeypatch.setattr("nanochat.plan.step_trial.rows_that_train", lambda most, config, dtype, device_type,
-                            compiled, checkpointing, ranks: min(rows(config.n_layer, checkpointing), most))
+        monkeypatch.setattr("nanochat.plan.step_trial.rows_that_train", lambda most, config, checkpointing,
+                            ranks: min(rows(config.n_layer, checkpointing), most))
         monkeypatch.setattr("nanochat.plan.step_trial.try_steps", lambda config, *_: config.n_layer * ms)
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free_gib * GIB))
         file = tmp_path / "gpus"

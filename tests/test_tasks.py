@@ -538,9 +538,9 @@ USER = {"role": "user", "content": "x"}
 
 @pytest.mark.parametrize("row, problem", [
     ({"text": "<s>[INST] Hi [/INST] Hello</s>", "id": 3, "n": None}, "text, id"), ({"messages": []}, "messages"),
-    (["x"], "message 1"), ([USER, {"role": "assistant", "content": "y", "weight": 0.5}], "0.5"),
+    ([USER, {"role": "assistant", "content": "y", "weight": 0.5}], "0.5"),
     ([USER, {"role": "assistant", "content": None}], "message 2"), ([USER, {"role": "tool", "content": "1"}], "tool"),
-    ([USER, {"role": "user", "content": "y"}], "user user"), ({"prompt": [USER], "completion": "y"}, "message 1"),
+    ([USER, {"role": "user", "content": "y"}], "user user"),
     ('{"messages": [', "JSON"), ([USER], "last message"), (single_turn("a", " \u3000\n")["messages"], "empty"),
 ])
 def test_json_names_the_place_of_a_wrong_row(tmp_path, row, problem: str):

@@ -85,8 +85,8 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
         label = entry["label"]
         path = bundle / "eval_data" / entry["dataset_uri"]
         delimiter = entry.get("continuation_delimiter", " ")
-        shots = entry["num_fewshot"][0]
-        tasks.append(CoreTask(label, entry["icl_task_type"], shots, delimiter, percent[label] / 100, path))
+        tasks.append(CoreTask(label, entry["icl_task_type"], entry["num_fewshot"][0], delimiter, percent[label] / 100,
+                              path))
     return tasks
 
 

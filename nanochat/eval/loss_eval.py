@@ -47,8 +47,7 @@ def evaluate_split(
     Bits per byte of the first eval_tokens tokens of a split, at most one pass over validation. Rows are packed as in
     training, and are the same for any seed, batch and number of ranks. COLLECTIVE.
     """
-    rank, world_size = rank_and_size()
-    shape = BatchShape(device_batch_size, max_seq_len, rank, world_size, next(model.parameters()).device)
+    shape = BatchShape(device_batch_size, max_seq_len, *rank_and_size(), next(model.parameters()).device)
     rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
     loader = document_loader(data, split, tokenizer, shape, num_rows=rows)
     bpb = evaluate_bpb(model, loader, math.ceil(rows / shape.rows_per_micro_step), tokenizer.token_bytes())

@@ -24,6 +24,7 @@ from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
 GREEDY = SamplingParams(temperature=0.0)
+SAMPLES = 8
 # The tasks of nanochat's ChatCORE, with its accuracy of guessing. Its SpellingBee counts letters of real words, ours
 # also spells them.
 CHATCORE = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25, "GSM8K": 0.0, "HumanEval": 0.0,
@@ -67,10 +68,10 @@ def evaluate_task(
     # A vote waits for the slowest rank, and a HumanEval program may take seconds: several problems between votes.
     for conversation, samples in until_stopped(zip(conversations, answers), every=8):
         correct.append([task.evaluate(conversation, answer) for answer in samples])
-    by_rank, misquoted_by_rank = zip(*gather_objects((correct, misquoted)))
+    by_rank = gather_objects(correct)
     # Back into the task's order: rank i % world_size had problem i.
     in_order = [by_rank[index % world_size][index // world_size] for index in range(count)]
-    return Evaluation(in_order, [*itertools.chain.from_iterable(misquoted_by_rank)])
+    return Evaluation(in_order, sum(gather_objects(misquoted), []))
 
 
 def misquotes(parts: Sequence[dict[str, str]]) -> list[bool]:
@@ -111,20 +112,20 @@ def generate_answers(
     return chunks(answers, num_samples)
 
 
-def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer, count: int = 8) -> list[tuple[str, str]]:
+def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """
-    (question, answer) of the first problems, to see a model improve: greedy, at most 48 tokens, calls and results in
-    brackets. model: whole on this rank. COLLECTIVE, because all ranks can be told to stop.
+    (question, answer) of the first SAMPLES problems, to see a model improve: greedy, at most 48 tokens, calls and
+    results in brackets. model: whole on this rank. COLLECTIVE, because all ranks can be told to stop.
     """
     sampling = replace(GREEDY, max_tokens=48)
-    first = tasks[:count]
-    answers = generate_answers(first, range(len(first)), model, tokenizer, sampling, 1, count, True)
+    first = tasks[:SAMPLES]
+    answers = generate_answers(first, range(len(first)), model, tokenizer, sampling, 1, SAMPLES, True)
     forms = {"text": "{}", "python": "[{}", "python_output": " = {}] "}
     samples = []
     for conversation, (answer,) in zip(first, answers):
-        questions = [message["content"] for message in conversation["messages"] if message["role"] == "user"]
+        question = conversation["messages"][-2]["content"]  # the reference comes last
         written = [forms[part["type"]].format(part["text"]) for part in to_parts(tokenizer, answer.tokens)]
-        samples.append((questions[-1], "".join(written)))
+        samples.append((question, "".join(written)))
     return samples
 
 

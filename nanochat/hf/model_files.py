@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.hf.tokenizer_files import from_hf, write_json, write_tokenizer
-from nanochat.model.gpt import NORM_EPS, model_without_memory
+from nanochat.model.gpt import NORM_EPS, parameter_shapes
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import MODEL_FILE
@@ -212,11 +212,6 @@ def to_config(fields: dict, where: Path) -> GPTConfig:
         return GPTConfig(**fields)
     except (UserError, TypeError) as error:  # TypeError: unknown, missing, or no number
         raise UserError(f"{where} describes no model of this program: {error}") from None
-
-
-def parameter_shapes(config: GPTConfig) -> dict[str, torch.Size]:
-    """Name and shape of every parameter of such a model."""
-    return {name: p.shape for name, p in model_without_memory(config).named_parameters()}
 
 
 def fit(there: Imported, where: Path) -> dict[str, Tensor]:

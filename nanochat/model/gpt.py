@@ -512,13 +512,6 @@ class GPT(nn.Module):
         doc_start[:, 0] = True
         return F.pad(doc_start.flatten().nonzero().flatten(), (0, 1), value=doc_start.numel()).int()
 
-    def compile_blocks(self) -> None:
-        """Compile the blocks that `keep_layers` kept; see `compile_model` in compile.py."""
-        device = next(self.parameters()).device
-        for block in self.transformer.h:
-            if isinstance(block, Block):
-                block.compile_body(device)
-
     def units(self) -> list[nn.Module]:
         """The modules whose parameters are sent and gathered together, in the order of the forward pass."""
         return [self.transformer.wte, *self.transformer.h, self.lm_head]
@@ -567,3 +560,8 @@ def model_without_memory(config: GPTConfig) -> GPT:
     """A model on the device "meta": parameters have shapes, but no memory, as random weights would be replaced."""
     with torch.device("meta"):
         return GPT(config)
+
+
+def parameter_shapes(config: GPTConfig) -> dict[str, torch.Size]:
+    """Name and shape of every parameter of such a model."""
+    return {name: p.shape for name, p in model_without_memory(config).named_parameters()}

@@ -143,7 +143,7 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float =
 
     # A step of mid-training has 256 rows over all ranks.
     most = max(min(MAX_ROWS, 256 // ranks), 1)
-    sizes = [*SIZES] if hours else [*USUAL]
+    sizes = list(SIZES if hours else USUAL)
     if depth > 0:
         sizes = [depth]
     for size in sizes:
@@ -155,8 +155,7 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float =
         recompute = rows < 4
         if recompute:
             rows = rows_that_fit(most, size, True)
-        choice = with_rl(Choice(size, max(rows, 1), recompute))
-        if rows and choice:
+        if rows and (choice := with_rl(Choice(size, rows, recompute))):
             return choice
     takes = cost(Choice(size, most, False, 0), ranks, gpu).most
     if takes > hours > 0:
@@ -169,7 +168,7 @@ def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> 
     """Lines for a user who decides. The cost includes idle GPUs and the stages after pretraining."""
     whole = cost(choice, ranks, gpu)
     run = whole.run
-    parameters = sum(p.numel() for p in shaped(config_of(choice.depth)).parameters())
+    parameters = sum(split_into_stages(config_of(choice.depth))[0].units)
     text = (
         f"depth {choice.depth}: {parameters / 1e6:,.0f} million parameters; {run.steps:,} steps of "
         f"{run.total_batch_size:,} tokens in {run.micro_steps} micro-step(s)\n"

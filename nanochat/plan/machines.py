@@ -5,7 +5,9 @@ dispatcher, docs/many_hosts.md with a network interface's traffic.
 """
 import itertools
 import math
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,19 +21,8 @@ class Link(NamedTuple):
     latency: float = 0.0        # least seconds that a message takes
 
 
-# Bandwidths from PCI-SIG (lanes x GT/s x 128/130) and NVIDIA's specifications. Latencies are the ones that NCCL assumes
-# for a step of a ring (src/graph/tuning.cc, hwLat, Simple).
-LINKS = {
-    "nvlink5": Link(900e9, 3.4e-6),  # NVLink 5
-    "nvlink4": Link(450e9, 3.4e-6),  # NVLink 4
-    "nvlink3": Link(300e9, 3.4e-6),  # NVLink 3
-    "pcie5": Link(63e9, 5.7e-6),     # PCIe 5.0 x16
-    "pcie4": Link(31.5e9, 5.7e-6),   # PCIe 4.0 x16
-    "ndr": Link(50e9, 14e-6),        # InfiniBand NDR
-    "hdr": Link(25e9, 14e-6),        # InfiniBand HDR
-    "eth100": Link(12.5e9, 14e-6),   # 100 Gbit Ethernet
-    "eth10": Link(1.25e9, 14e-6),    # 10 Gbit Ethernet
-}
+TABLE = Path(__file__).with_name("links.toml").read_text(encoding="utf-8")
+LINKS = {name: Link(**row) for name, row in tomllib.loads(TABLE).items()}
 
 
 class Collective(NamedTuple):

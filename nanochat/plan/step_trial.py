@@ -31,7 +31,7 @@ from nanochat.plan.memory import largest_rows
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import synchronize
-from nanochat.runtime.distributed import compute_cleanup, compute_init
+from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
 
@@ -45,15 +45,12 @@ FREE_SHARE = 0.95
 # ---- A step, as base_train makes it
 
 def set_up_training(
-    config: GPTConfig, dtype: torch.dtype, device: torch.device, zero_stage: int = 2, compiled: bool = False,
-    recipe: Recipe | None = None,
+    config: GPTConfig, dtype: torch.dtype, device: torch.device, zero_stage: int = 2, recipe: Recipe | None = None,
 ) -> tuple[GPT, Sharding, tuple]:
-    """(model, sharding, optimizers); `device` may be "meta". recipe: None: a long run's."""
+    """(model, sharding, optimizers), not compiled; `device` may be "meta". recipe: None: that of a long run."""
     model = model_without_memory(config)
     weights = None if device.type == "meta" else partial(model.draw, seed=0)
     sharding = shard_model(model, model.units(), device, dtype, zero_stage, weights=weights)
-    if compiled:
-        compile_model(model)
     recipe = recipe or (LONG_RUN if config.n_layer >= LARGE_DEPTH else Recipe())
     return model, sharding, setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr,
                                              weight_decay=recipe.weight_decay, ema_nesterov=recipe.ema_nesterov)
@@ -80,12 +77,13 @@ def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, batches: Se
 # ---- In a process of its own
 
 def try_steps(
-    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, checkpointing: bool = False,
-    ranks: int = 1, micro_steps: int = 1,
+    config: GPTConfig, rows: int, checkpointing: bool = False, ranks: int = 1, micro_steps: int = 1
 ) -> float:
-    """Milliseconds of a training step with `rows` rows on each rank. UserError, in one line, if it fails."""
-    settings = [dataclasses.asdict(config), rows, str(dtype).removeprefix("torch."), device_type, compiled,
-                checkpointing, micro_steps]  # of `main`
+    """
+    Milliseconds of a training step with `rows` rows on each rank: on this machine's best device, in the dtype that
+    suits it, compiled if it can be. UserError, in one line, if it fails.
+    """
+    settings = [dataclasses.asdict(config), rows, checkpointing, micro_steps]  # of `main`
     launcher = []
     if ranks > 1:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
@@ -102,10 +100,7 @@ def try_steps(
     raise UserError(f"a training step with device_batch_size={rows} fails: {problem}")
 
 
-def rows_that_train(
-    most: int, config: GPTConfig, dtype: torch.dtype, device_type: str, compiled: bool, checkpointing: bool = False,
-    ranks: int = 1,
-) -> int:
+def rows_that_train(most: int, config: GPTConfig, checkpointing: bool, ranks: int) -> int:
     """
     The largest power of two of rows up to `most` with which training steps do not run out of memory here, by trial; 0:
     none. UserError if a step fails for another reason.
@@ -113,7 +108,7 @@ def rows_that_train(
     def fit(rows: int) -> bool:
         try:
             # In the second micro-step the memory also holds the first one's gradients.
-            try_steps(config, rows, dtype, device_type, compiled, checkpointing, ranks, micro_steps=2)
+            try_steps(config, rows, checkpointing, ranks, micro_steps=2)
         except UserError as error:
             if "out of memory" not in str(error) and "SIGKILL" not in str(error):
                 raise
@@ -123,18 +118,16 @@ def rows_that_train(
     return largest_rows(most, fit)
 
 
-def main(
-    config: dict, rows: int, dtype: str, device_type: str, compiled: bool, checkpointing: bool, micro_steps: int
-) -> None:
+def main(config: dict, rows: int, checkpointing: bool, micro_steps: int) -> None:
     """Run STEPS steps; the first one compiles. Prints the milliseconds of the fastest of the others."""
-    _, _, device = compute_init(device_type)
+    _, _, device, dtype = set_up("", "auto")
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(FREE_SHARE * free / total)
-    compiling = set_compile(compiled, device.type)
-    model, sharding, optimizers = set_up_training(
-        GPTConfig(**config), getattr(torch, dtype), device, compiled=compiling)
+    model, sharding, optimizers = set_up_training(GPTConfig(**config), dtype, device)
     model.activation_checkpointing = checkpointing
+    if set_compile(True, device.type):
+        compile_model(model)
     tokens = torch.randint(0, model.config.vocab_size, (rows, model.config.sequence_len + 1), device=device)
     batches = [whole_rows(tokens)] * micro_steps
     times = []

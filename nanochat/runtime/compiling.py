@@ -5,7 +5,6 @@ of model/compile.py compiles the model's blocks. Until `set_compile` switches it
 import contextlib
 import functools
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -78,13 +77,6 @@ def in_one_pass(function: Callable, flat: torch.Tensor, *others: torch.Tensor | 
 @functools.cache
 def with_compiler(function: Callable, dynamic: bool = False) -> Callable:
     return torch.compile(function, dynamic=dynamic)
-
-
-def has_compiler(device_type: str) -> bool:
-    """Whether generated code can be compiled: for a CPU it needs a C++ compiler; torch brings one for CUDA."""
-    if device_type == "cpu":
-        return shutil.which(os.environ.get("CXX", "g++")) is not None
-    return device_type == "cuda"
 
 
 def set_compile(wanted: bool, device_type: str) -> bool:

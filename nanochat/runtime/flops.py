@@ -1,7 +1,9 @@
 """FLOP/s and bytes/s that a device can reach; MFU is the share of the FLOP/s that a run uses."""
 import functools
 import re
-import time
+import timeit
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,22 +17,15 @@ class Gpu(NamedTuple):
     peak: float         # dense FLOP/s in `dtype`
     bandwidth: float    # bytes/s of its memory
     memory: float       # GB
-    dtype: torch.dtype = torch.bfloat16  # in which it trains (`compute_dtype`)
+    bfloat16: bool = True  # whether that is the dtype in which it trains (`compute_dtype`), or float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bfloat16 else torch.float32
 
 
-# From the datasheets; the RTX PRO 6000's peak is from NVIDIA's whitepaper on RTX Blackwell PRO. Tensor cores of V100
-# and T4 multiply float16, but not bfloat16: theirs is float32 without them. The larger memory first (`find_gpu`).
-GPUS = [
-    Gpu("GB200", 2.5e15, 8e12, 186), Gpu("B200", 2.25e15, 8e12, 180), Gpu("H200", 989e12, 4.8e12, 141),
-    Gpu("GH200", 989e12, 4e12, 96), Gpu("H100 NVL", 835e12, 3.9e12, 94), Gpu("H100 PCIe", 756e12, 2e12, 80),
-    Gpu("H100", 989e12, 3.35e12, 80), Gpu("A100", 312e12, 2.039e12, 80), Gpu("A100", 312e12, 1.555e12, 40),
-    Gpu("A40", 149.7e12, 0.696e12, 48), Gpu("A10G", 70e12, 0.6e12, 24), Gpu("A10", 125e12, 0.6e12, 24),
-    Gpu("L40S", 362e12, 0.864e12, 48), Gpu("L4", 121e12, 0.3e12, 24), Gpu("MI300X", 1307e12, 5.3e12, 192),
-    Gpu("RTX PRO 6000", 503.8e12, 1.792e12, 96), Gpu("RTX A6000", 154.8e12, 0.768e12, 48),
-    Gpu("RTX 5090", 209.5e12, 1.792e12, 32), Gpu("RTX 4090", 165.2e12, 1.008e12, 24),
-    Gpu("RTX 3090", 71e12, 0.936e12, 24), Gpu("V100", 15.7e12, 0.9e12, 16, torch.float32),
-    Gpu("T4", 8.1e12, 0.32e12, 16, torch.float32),
-]
+TABLE = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+GPUS = [Gpu(**row) for row in TABLE["gpus"]]
 FLOPS_PER_BYTE = 989e12 / 3.35e12  # of an H100
 
 
@@ -71,7 +66,7 @@ def gpu_here(device: torch.device) -> Gpu:
             return gpu
     dtype = compute_dtype("auto", device)
     peak = measured_matmul_flops(device, dtype)
-    return Gpu(device.type.upper(), peak, peak / FLOPS_PER_BYTE, memory, dtype)
+    return Gpu(device.type.upper(), peak, peak / FLOPS_PER_BYTE, memory, dtype == torch.bfloat16)
 
 
 @functools.cache
@@ -92,11 +87,10 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     and a run waits for them.
     """
     a, b = torch.randn(2, 2048, 2048, device=device).to(dtype)
-    seconds = []
-    for _ in range(3):
-        synchronize(device)
-        start = time.perf_counter()
+
+    def multiply() -> None:
         a @ b
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
+
+    seconds = timeit.repeat(multiply, number=1, repeat=3)
     return 2 * 2048**3 / min(seconds[1:])

@@ -133,7 +133,7 @@ def model_dir(source: str, model_tag: str | None) -> Path:
         return folder
     tags = from_rank0(list_tags, folder)
     if len(tags) != 1:
-        have = ", ".join(tags) or f"python -m {SCRIPTS[source]} makes one"
+        have = ", ".join(tags) or f"python -m scripts.{SCRIPTS[source]} makes one"
         raise UserError(f"{len(tags)} models in {folder}: {have}; --model_tag chooses one")
     return folder / tags[0]
 
@@ -158,7 +158,7 @@ def latest_stage(model_tag: str | None = None) -> str:
     if latest is None:
         name = f" {model_tag}" if model_tag else ""
         known = {tag for stage in STAGES for tag in list_tags(checkpoint_dir(stage, ""))}
-        have = ", ".join(sorted(known)) or f"none; python -m {SCRIPTS['base']} makes one"
+        have = ", ".join(sorted(known)) or f"none; python -m scripts.{SCRIPTS['base']} makes one"
         raise UserError(f"no model{name} in {base_dir()}: there is {have}")
     return latest.parts[-3].removesuffix("_checkpoints")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from nanochat.runtime.files import base_dir
 
 # The training stages, in the order of a run, and the script of each.
-SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+SCRIPTS = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
 STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
 # In the base folder: when each step of the speedrun began and ended; how many seconds scripts/plan.py expects.

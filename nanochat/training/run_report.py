@@ -76,7 +76,7 @@ def generate(model_tag: str = "") -> Path:
     parts = ["# nanochat report", f"- Model: {model.name} (trained on {model.parent.name})", summary(sections)]
     for section in sections:
         parts += [f"## {section['title']}", f"*{section['made']}*", section["body"].strip()]
-        if f"scripts.{section['stage']}" in SCRIPTS.values():
+        if section["stage"] in SCRIPTS.values():
             metrics = base_dir() / f"{section['model']}_checkpoints" / model.name / "metrics.jsonl"
             parts.append(plot_section(section["stage"], metrics, folder))
     write_text(folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")

@@ -14,8 +14,8 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, mark_begun
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
-from nanochat.training.checkpoint import SCRIPTS
 from nanochat.training.metrics import Metrics
+from nanochat.training.records import SCRIPTS
 from nanochat.training.run_report import remove_sections, settings_table, write_section
 from nanochat.training.saving import CheckpointWriter
 
@@ -36,7 +36,7 @@ class Session:
         self.settings, self.sharding, self.num_iterations = settings, sharding, num_iterations
         self.meta = dict(meta, config=settings, num_iterations=num_iterations, total_batch_size=tokens_per_step)
         self.stage = checkpoints.parent.name.removesuffix("_checkpoints")
-        self.section = SCRIPTS[self.stage].removeprefix("scripts.")  # of the report
+        self.section = SCRIPTS[self.stage]  # of the report
         before = resumed or {}
         self.step = self.first_step = before.get("step", 0)
         if self.step < num_iterations != before.get("num_iterations", num_iterations):

@@ -7,7 +7,7 @@ import torch
 
 from nanochat.data.conversation_loader import RenderedConversations, Rows
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.model.gpt import GPT, model_without_memory
+from nanochat.model.gpt import GPT, parameter_shapes
 from nanochat.model.gpt_config import GPTConfig, parse_architecture
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.sharding import Sharding
@@ -97,11 +97,8 @@ def continued_model(start: Start, settings: dict) -> tuple[GPTConfig, Tokenizer]
     if settings["max_seq_len"] != -1:
         changes["sequence_len"] = settings["max_seq_len"]
 
-    def shapes(config: GPTConfig) -> dict[str, torch.Size]:
-        return {name: p.shape for name, p in model_without_memory(config).named_parameters()}
-
     # head_dim is no field of GPTConfig.
-    if name or "head_dim" in changes or shapes(replace(config, **changes)) != shapes(config):
+    if name or "head_dim" in changes or parameter_shapes(replace(config, **changes)) != parameter_shapes(config):
         raise UserError(f"arch={arch!r} does not fit the weights of {start.weights}: expected only changes that keep "
                         "their shapes, such as --arch=rope_theta=500000")
     return replace(config, **changes), Tokenizer.load(start.weights)
