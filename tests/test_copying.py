@@ -193,7 +193,10 @@ def question_of(*prompt: str) -> str:
     for part in prompt:
         tokens += [SPECIAL(special[part])] if part in special else TOKENIZER.encode(part)
     vocabulary = Vocabulary(TOKENIZER)
-    return Copying(vocabulary, vocabulary.questions(tokens), [])._question()
+    copying = Copying(vocabulary, vocabulary.questions(tokens), [])
+    for token in [vocabulary.python_start, *TOKENIZER.encode('lookup("')]:
+        copying.add(token)
+    return copying.copy.source.decode()
 
 
 def test_what_a_call_can_copy():

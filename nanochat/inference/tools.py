@@ -86,11 +86,15 @@ class Tools:
         *before, last = [question.rpartition("\n\n")[2].replace("\n", " ") for question in questions[-3:]]
         last = last[-MOST_WORDS:]
         searches = [last]
-        if before and (begins_back(last) or has_pronoun(last) or telling_words(last)):
-            begins = max((number for number, question in enumerate(before) if not begins_back(question)), default=0)
+        refers_back = begins_back(last)
+        if before and (refers_back or has_pronoun(last) or telling_words(last)):
+            # The question before this one may itself go on from another.
+            begins = 0 if begins_back(before[-1]) else -1
             together = f"{' '.join(before[begins:])[-MOST_WORDS:]}\n{last}"
+            searches.insert(0 if refers_back else 1, together)
             # "How old is he?" alone would be answered with anyone's age.
-            searches = [together] if has_pronoun(last) else [together, last] if begins_back(last) else [last, together]
+            if has_pronoun(last):
+                searches = [together]
         for words in searches:
             if self.find(f'search("{words}")'):
                 return words, True
