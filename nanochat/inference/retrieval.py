@@ -172,24 +172,25 @@ class Library:
             rarest = rare
         files = self.files_with_names(line, weights)
         ranking, firsts = [], {}
-        for row in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""'):
-            title, text, place, before, *columns, score = row
+        rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""')
+        for title, text, place, before, *columns, score in rows:
             about, sentence, rest = (set(column.split()) for column in columns)
             found = about | sentence | rest
             # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence, so its
             # words count more; between equal matches, a shorter one is better.
             in_all = weight_in(found)
             score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(columns[1].split())
-            if file_of(place) != file_of(before or ""):
-                firsts[file_of(place)] = in_all
+            file = file_of(place)
+            if file != file_of(before or ""):
+                firsts[file] = in_all
             is_enough = in_all + LAST * weight_in(last & found) > ENOUGH * total and (not asked or asked & found)
             # A passage of nothing but words of the question, such as a link, says nothing about them.
-            if is_enough and not sentence | rest <= weights.keys() and (files is None or file_of(place) in files):
-                ranking.append((score, about, title, text, place))
+            if is_enough and not sentence | rest <= weights.keys() and (files is None or file in files):
+                ranking.append((score, file, about, title, text, place))
         if not ranking:
             return None
         # A file's beginning says what the file is about, so its first passage also counts in the choice of the file.
-        _, about, title, text, place = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(file_of(row[-1]), 0))
+        _, _, about, title, text, place = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(row[1], 0))
         if not self.is_own:
             # Python's documentation is quoted from its first sentence, which says what the object is.
             return passage_of(title, text, place)
