@@ -140,8 +140,7 @@ def test_draws_at_any_temperature_quote_to_the_letter():
         call, *_, result = [part for part in to_parts(TOKENIZER, answer.tokens) if part["type"] != "text"]
         name = TOOL_CALL.fullmatch(call["text"])[3]
         assert name.strip() and name in question
-        place = [match.start() for match in re.finditer(re.escape(name), question)]
-        assert any(not re.match(r"\w\w", question[max(at - 1, 0):]) or at == 0 or name[0] == " " for at in place)
+        assert re.search(rf"(^|\W|(?=\W)){re.escape(name)}", question), "it begins with a whole word"
         said = answer_text(TOKENIZER, answer.tokens)
         if result["text"] == NOTHING:
             assert said == REFUSAL.format(name if name[0] == " " else f' "{name}"')
@@ -186,25 +185,14 @@ def test_words_of_scripts(text, words):
     assert [piece for piece in pieces if piece[0] != " "] == words
 
 
-def question_of(*prompt: str) -> str:
-    """The text that a call can copy; "<" and ">" stand for the user's start and end, "|" for the assistant's start."""
-    special = {"<": "<|user_start|>", ">": "<|user_end|>", "|": "<|assistant_start|>"}
-    tokens = []
-    for part in prompt:
-        tokens += [SPECIAL(special[part])] if part in special else TOKENIZER.encode(part)
-    vocabulary = Vocabulary(TOKENIZER)
-    copying = Copying(vocabulary, vocabulary.questions(tokens), [])
-    for token in [vocabulary.python_start, *TOKENIZER.encode('lookup("')]:
-        copying.add(token)
-    return copying.copy.source.decode()
-
-
-def test_what_a_call_can_copy():
-    assert question_of("<", "one ", ">", "|", "answer", "<", "two ", ">", "|") == "one \ntwo"
-    assert question_of("cut off", ">", "|") == "cut off"
-    assert question_of("cut off answer", "|", "answer", "<", "two", ">") == "two"
-    long = question_of("<", "begins here " + "word " * 900 + "and ends", ">")
-    assert long.endswith("word and ends") and len(long) == 2000
+def test_the_questions_of_a_prompt():
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "it"},
+                {"role": "user", "content": "two"}]
+    prompt = render_prompt(TOKENIZER, {"messages": messages})
+    questions = Vocabulary(TOKENIZER).questions
+    assert questions(prompt) == ["one", "two"]
+    # A truncated prompt may begin within a question or an answer.
+    assert questions(prompt[3:]) == ["ne", "two"] and questions(prompt[8:]) == ["two"]
 
 
 def after(question: str, *parts: tuple[str, str], **own) -> Copying:
@@ -214,6 +202,11 @@ def after(question: str, *parts: tuple[str, str], **own) -> Copying:
         for token in [SPECIAL(name), *TOKENIZER.encode(text)]:
             copying.add(token)
     return copying
+
+
+def called(call: str, result: str) -> list[tuple[str, str]]:
+    """The parts of a call and of its result."""
+    return [("<|python_start|>", call), ("<|python_end|>", ""), ("<|output_start|>", result), ("<|output_end|>", "")]
 
 
 def allowed_texts(copying: Copying) -> set[bytes] | None:
@@ -232,6 +225,8 @@ def test_a_call_has_the_users_words(call):
     assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}("i")'))) == {b""}
     assert allowed_texts(after('say "the")', ("<|python_start|>", f'{call}("the'))) == {b'"', b'")'}
     assert allowed_texts(after("the " * 99, ("<|python_start|>", f'{call}("the the th'))) == {b"e"}
+    long = after("begins here " + "word " * 900 + "and ends", ("<|python_start|>", f'{call}("')).copy.source
+    assert long.endswith(b"word and ends") and len(long) == 2000
 
 
 def test_in_ones_own_notes_an_answer_looks_up_all_words_that_tell_what_the_question_is_about():
@@ -243,18 +238,16 @@ def test_in_ones_own_notes_an_answer_looks_up_all_words_that_tell_what_the_quest
     assert allowed_texts(after("the", call, **own)) == {b"H", b" ", b" the", b"i", b"t", b"th", b"the"}
     assert allowed_texts(after("the", ("<|python_start|>", 'search("the thin'), **own)) == {b" "}
     assert b"t" in allowed_texts(after("the", ("<|python_start|>", 'spell("'), **own)), "any word can be spelled"
-    result = [("<|python_end|>", ""), ("<|output_start|>", "the 2. there"), ("<|output_end|>", "")]
-    assert b"" not in allowed_texts(after("the", ("<|python_start|>", 'search("thin tire")'), *result, **own))
+    assert b"" not in allowed_texts(after("the", *called('search("thin tire")', "the 2. there"), **own))
 
 
 def test_a_passage_is_quoted_up_to_the_end_of_a_sentence():
-    result = [("<|python_start|>", 'search("the")'), ("<|python_end|>", ""), ("<|output_start|>", "the 2. there")]
-    assert allowed_texts(after("the", *result, ("<|output_end|>", ""))) == {b"t", b"th", b"the", b""}
-    assert allowed_texts(after("the", *result, ("<|output_end|>", "the 2. there"))) == {b""}
-
-
-def spelled(call: str, result: str) -> list[tuple[str, str]]:
-    return [("<|python_start|>", call), ("<|python_end|>", ""), ("<|output_start|>", result), ("<|output_end|>", "")]
+    found = called('search("the")', "the 2. there")
+    assert allowed_texts(after("the", *found)) == {b"t", b"th", b"the", b""}
+    copying = after("the", *found)
+    for token in TOKENIZER.encode("the 2. there"):
+        copying.add(token)
+    assert allowed_texts(copying) == {b""}
 
 
 @pytest.mark.parametrize("call, result, begun, rest, ends", [
@@ -264,7 +257,7 @@ def spelled(call: str, result: str) -> list[tuple[str, str]]:
     ("spell", "с-л-о", "с-", "л-о", False), ("spell", "с-л-о", "сл", "", False),    # two bytes are one letter
 ])
 def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, result, begun, rest, ends):
-    copying = after("the", *spelled(f'{call}("the")', result))
+    copying = after("the", *called(f'{call}("the")', result))
     for token in TOKENIZER.encode(begun):
         assert copying.allowed is None
         copying.add(token)
