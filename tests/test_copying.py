@@ -171,18 +171,18 @@ def test_what_is_searched_for_to_answer_a_conversation(tmp_path, monkeypatch, qu
 
 
 @pytest.mark.parametrize("text, words", [
-    ("fu\u0308r Öl", ["fu\u0308r", "Öl"]),      # the accent is a character of its own
-    ("हिन्दी में", ["हिन्दी", "में"]),
-    ("天气 ok", ["天", "气", "ok"]),
-    ("ที่ดี", ["ที่", "ดี"]),
-    ("see re.search.", ["see", "re.search", ".search", "search", "."]),
-    ("... .5, 1.25", [".", ".", ".", ".", "5", ",", "1.25", ".25", "25"]),
+    ("fu\u0308r Öl", "fu\u0308r Öl"),       # the accent is a character of its own
+    ("हिन्दी में", "हिन्दी में"),
+    ("天气 ok", "天 气 ok"),
+    ("ที่ดี", "ที่ ดี"),
+    ("see re.search.", "see re.search .search search ."),
+    ("... .5, 1.25", ". . . . 5 , 1.25 .25 25"),
 ])
 def test_words_of_scripts(text, words):
     starts, ends = word_edges(text)
     data = text.encode()
     pieces = [data[start:min(end for end in ends if end > start)].decode() for start in starts]
-    assert [piece for piece in pieces if piece[0] != " "] == words
+    assert [piece for piece in pieces if piece[0] != " "] == words.split()
 
 
 def test_the_questions_of_a_prompt():
