@@ -64,8 +64,8 @@ def test_a_note_becomes_passages_each_with_heading_and_line(kind, folder):
 
 
 def test_notes_are_found_in_any_language_however_a_question_is_typed_and_what_is_private_is_not_kept(folder):
-    for number, case in enumerate(VAULT.values()):
-        (folder / f"{number}.{case.get('suffix', 'md')}").write_bytes(case["note"].encode())
+    for kind, case in VAULT.items():
+        (folder / f"{kind}.{case.get('suffix', 'md')}").write_bytes(case["note"].encode())
     (folder / "doors.txt").write_text("\n\n".join(f"The door of room {n} is kept shut, thank you." for n in range(50)))
     library = made(folder)
     assert b"zanzi" not in library.path.read_bytes()
@@ -75,6 +75,9 @@ def test_notes_are_found_in_any_language_however_a_question_is_typed_and_what_is
                       question.upper()):
             found = library.search(typed)
             assert answer in found.text if answer else found is None, (typed, found)
+    _, *found = library.search("neighbour Elm Street")
+    assert found == ["If it is gone, ask the neighbour on Elm Street.", "notes/wrapped.md:2",
+                     "The cellar key hangs behind the kitchen door. "], "the sentence that answers"
     for question in ("", "?", "\0", "\ud800", "NEAR(qq zz)", '" OR "', "*", "-" * 10**6):
         assert library.search(question) is None, question
 

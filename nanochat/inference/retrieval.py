@@ -72,6 +72,7 @@ class Passage(NamedTuple):
     title: str
     text: str           # from the sentence that answers
     place: str          # where the text begins, such as "notes/wine.md:14"
+    before: str = ""    # the passage's sentences before the text, which a reply's source shows
 
 
 class SearchFailed(UserError):
@@ -278,10 +279,11 @@ def connect(address: str) -> "sqlite3.Connection":
 def passage_of(title: str, text: str, place: str, start: int = 0) -> Passage:
     """A row of the table, from one of its sentences. Prose becomes one line; code stays in lines."""
     prose, fence, code = text.partition(CODE)
+    before, text = (part.replace("\n", " ") for part in (prose[:start], prose[start:]))
     if lines := prose.count("\n", 0, start):
         file, _, line = place.rpartition(":")
         place = f"{file}:{int(line) + lines}"
-    return Passage(title, prose[start:].replace("\n", " ") + fence + code, place)
+    return Passage(title, text + fence + code, place, before)
 
 
 def library_path(name: str) -> Path:
