@@ -142,7 +142,8 @@ class FreshTools(Tools):
             if made.manifest["files"] != files:
                 # An absolute name is a path: the file that is open is replaced, wherever it lies.
                 name = str(library.path.absolute().with_suffix(""))
-                made = Library(make_library(source, name, made.manifest["field"], made.manifest["encoding"], quiet=True))
+                settings = made.manifest["field"], made.manifest["encoding"]
+                made = Library(make_library(source, name, *settings, quiet=True))
             self.library = made
             if time.monotonic() > looked + 1:
                 print(f"{source} has changed and was read again", file=sys.stderr)

@@ -185,8 +185,9 @@ class Library:
             if file != file_of(before or ""):
                 firsts[file] = in_all
             is_enough = in_all + LAST * weight_in(last & found) > ENOUGH * total and (not asked or asked & found)
-            # A passage of nothing but words of the question, such as a link, says nothing about them.
-            if is_enough and not sentence | rest <= weights.keys() and (files is None or file in files):
+            # A note's passage of nothing but words of the question, such as a link, says nothing about them.
+            is_link = self.is_own and sentence | rest <= weights.keys()
+            if is_enough and not is_link and (files is None or file in files):
                 ranking.append((score, file, about, title, text, place))
         if not ranking:
             return None
