@@ -42,8 +42,7 @@ TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
 class Tools:
     """
     What an engine can call. library: where passages are looked up; None: nothing is found. copying: whether the model
-    must look up the user's words and quote the passage's (nanochat/inference/copying.py);
-    only with a library.
+    must look up the user's words and quote the passage's (nanochat/inference/copying.py); only with a library.
     """
 
     def __init__(self, library: Library | None = None, copying: bool = True) -> None:
