@@ -140,8 +140,7 @@ def test_draws_at_any_temperature_quote_to_the_letter():
         call, *_, result = [part for part in to_parts(TOKENIZER, answer.tokens) if part["type"] != "text"]
         name = TOOL_CALL.fullmatch(call["text"])[3]
         assert name.strip() and name in question
-        place = [match.start() for match in re.finditer(re.escape(name), question)]
-        assert any(not re.match(r"\w\w", question[max(at - 1, 0):]) or at == 0 or name[0] == " " for at in place)
+        assert re.search(rf"(^|\W|(?=\W)){re.escape(name)}", question), "it begins with a whole word"
         said = answer_text(TOKENIZER, answer.tokens)
         if result["text"] == NOTHING:
             assert said == REFUSAL.format(name if name[0] == " " else f' "{name}"')
@@ -172,36 +171,28 @@ def test_what_is_searched_for_to_answer_a_conversation(tmp_path, monkeypatch, qu
 
 
 @pytest.mark.parametrize("text, words", [
-    ("fu\u0308r Öl", ["fu\u0308r", "Öl"]),      # the accent is a character of its own
-    ("हिन्दी में", ["हिन्दी", "में"]),
-    ("天气 ok", ["天", "气", "ok"]),
-    ("ที่ดี", ["ที่", "ดี"]),
-    ("see re.search.", ["see", "re.search", ".search", "search", "."]),
-    ("... .5, 1.25", [".", ".", ".", ".", "5", ",", "1.25", ".25", "25"]),
+    ("fu\u0308r Öl", "fu\u0308r Öl"),       # the accent is a character of its own
+    ("हिन्दी में", "हिन्दी में"),
+    ("天气 ok", "天 气 ok"),
+    ("ที่ดี", "ที่ ดี"),
+    ("see re.search.", "see re.search .search search ."),
+    ("... .5, 1.25", ". . . . 5 , 1.25 .25 25"),
 ])
 def test_words_of_scripts(text, words):
     starts, ends = word_edges(text)
     data = text.encode()
     pieces = [data[start:min(end for end in ends if end > start)].decode() for start in starts]
-    assert [piece for piece in pieces if piece[0] != " "] == words
+    assert [piece for piece in pieces if piece[0] != " "] == words.split()
 
 
-def question_of(*prompt: str) -> str:
-    """The text that a call can copy; "<" and ">" stand for the user's start and end, "|" for the assistant's start."""
-    special = {"<": "<|user_start|>", ">": "<|user_end|>", "|": "<|assistant_start|>"}
-    tokens = []
-    for part in prompt:
-        tokens += [SPECIAL(special[part])] if part in special else TOKENIZER.encode(part)
-    vocabulary = Vocabulary(TOKENIZER)
-    return Copying(vocabulary, vocabulary.questions(tokens), [])._question()
-
-
-def test_what_a_call_can_copy():
-    assert question_of("<", "one ", ">", "|", "answer", "<", "two ", ">", "|") == "one \ntwo"
-    assert question_of("cut off", ">", "|") == "cut off"
-    assert question_of("cut off answer", "|", "answer", "<", "two", ">") == "two"
-    long = question_of("<", "begins here " + "word " * 900 + "and ends", ">")
-    assert long.endswith("word and ends") and len(long) == 2000
+def test_the_questions_of_a_prompt():
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "it"},
+                {"role": "user", "content": "two"}]
+    prompt = render_prompt(TOKENIZER, {"messages": messages})
+    questions = Vocabulary(TOKENIZER).questions
+    assert questions(prompt) == ["one", "two"]
+    # A truncated prompt may begin within a question or an answer.
+    assert questions(prompt[3:]) == ["ne", "two"] and questions(prompt[8:]) == ["two"]
 
 
 def after(question: str, *parts: tuple[str, str], **own) -> Copying:
@@ -211,6 +202,11 @@ def after(question: str, *parts: tuple[str, str], **own) -> Copying:
         for token in [SPECIAL(name), *TOKENIZER.encode(text)]:
             copying.add(token)
     return copying
+
+
+def called(call: str, result: str) -> list[tuple[str, str]]:
+    """The parts of a call and of its result."""
+    return [("<|python_start|>", call), ("<|python_end|>", ""), ("<|output_start|>", result), ("<|output_end|>", "")]
 
 
 def allowed_texts(copying: Copying) -> set[bytes] | None:
@@ -229,6 +225,8 @@ def test_a_call_has_the_users_words(call):
     assert allowed_texts(after("the there i", ("<|python_start|>", f'{call}("i")'))) == {b""}
     assert allowed_texts(after('say "the")', ("<|python_start|>", f'{call}("the'))) == {b'"', b'")'}
     assert allowed_texts(after("the " * 99, ("<|python_start|>", f'{call}("the the th'))) == {b"e"}
+    long = after("begins here " + "word " * 900 + "and ends", ("<|python_start|>", f'{call}("')).copy.source
+    assert long.endswith(b"word and ends") and len(long) == 2000
 
 
 def test_in_ones_own_notes_an_answer_looks_up_all_words_that_tell_what_the_question_is_about():
@@ -240,28 +238,26 @@ def test_in_ones_own_notes_an_answer_looks_up_all_words_that_tell_what_the_quest
     assert allowed_texts(after("the", call, **own)) == {b"H", b" ", b" the", b"i", b"t", b"th", b"the"}
     assert allowed_texts(after("the", ("<|python_start|>", 'search("the thin'), **own)) == {b" "}
     assert b"t" in allowed_texts(after("the", ("<|python_start|>", 'spell("'), **own)), "any word can be spelled"
-    result = [("<|python_end|>", ""), ("<|output_start|>", "the 2. there"), ("<|output_end|>", "")]
-    assert b"" not in allowed_texts(after("the", ("<|python_start|>", 'search("thin tire")'), *result, **own))
+    assert b"" not in allowed_texts(after("the", *called('search("thin tire")', "the 2. there"), **own))
 
 
 def test_a_passage_is_quoted_up_to_the_end_of_a_sentence():
-    result = [("<|python_start|>", 'search("the")'), ("<|python_end|>", ""), ("<|output_start|>", "the 2. there")]
-    assert allowed_texts(after("the", *result, ("<|output_end|>", ""))) == {b"t", b"th", b"the", b""}
-    assert allowed_texts(after("the", *result, ("<|output_end|>", "the 2. there"))) == {b""}
+    found = called('search("the")', "the 2. there")
+    assert allowed_texts(after("the", *found)) == {b"t", b"th", b"the", b""}
+    copying = after("the", *found)
+    for token in TOKENIZER.encode("the 2. there"):
+        copying.add(token)
+    assert allowed_texts(copying) == {b""}
 
 
-def spelled(call: str, result: str) -> list[tuple[str, str]]:
-    return [("<|python_start|>", call), ("<|python_end|>", ""), ("<|output_start|>", result), ("<|output_end|>", "")]
-
-
-@pytest.mark.parametrize("call, result, begun, rest, ends", [
-    ("lookup", NOTHING, "Das weiß ic", REFUSALS["de"][11:], True), ("lookup", NOTHING, "Das weiss ich ", "", False),
-    ("spell", NOTHING, "I do not kno", 'w. I found nothing about "the".', True),
-    ("spell", "t-h-e", "t-", "h-e", False), ("spell", "t-h-e", "The wo", "", False),
-    ("spell", "с-л-о", "с-", "л-о", False), ("spell", "с-л-о", "сл", "", False),    # two bytes are one letter
+@pytest.mark.parametrize("call, result, begun, rest", [
+    ("lookup", NOTHING, "Das weiß ic", REFUSALS["de"][11:]), ("lookup", NOTHING, "Das weiss ich ", ""),
+    ("spell", NOTHING, "I do not kno", 'w. I found nothing about "the".'),
+    ("spell", "t-h-e", "t-", "h-e"), ("spell", "t-h-e", "The wo", ""),
+    ("spell", "с-л-о", "с-", "л-о"), ("spell", "с-л-о", "сл", ""),    # two bytes are one letter
 ])
-def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, result, begun, rest, ends):
-    copying = after("the", *spelled(f'{call}("the")', result))
+def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, result, begun, rest):
+    copying = after("the", *called(f'{call}("the")', result))
     for token in TOKENIZER.encode(begun):
         assert copying.allowed is None
         copying.add(token)
@@ -271,6 +267,6 @@ def test_a_refusal_and_letters_are_copied_once_an_answer_begins_like_them(call, 
         assert RAW[token] in texts and all(left.startswith(text) for text in texts)
         copying.add(token)
         left = left[len(RAW[token]):]
-    assert copying.allowed == [END] if ends else copying.allowed is None
+    assert copying.allowed == ([END] if rest and result == NOTHING else None)     # a refusal ends the answer
     copying.add(TOKENIZER.encode("x")[0])
     assert copying.allowed is None      # after the letters an answer goes on as it likes

@@ -34,7 +34,8 @@ def forbidden(tokenizer: Tokenizer, conversation: dict) -> bool:
     end, start = map(tokenizer.encode_special, ("<|assistant_end|>", "<|assistant_start|>"))
     ids = list(render(tokenizer, conversation).ids)
     begin = len(ids) - ids[::-1].index(start)
-    copying = Copying(Vocabulary(tokenizer), ids[:begin], [end])
+    vocabulary = Vocabulary(tokenizer)
+    copying = Copying(vocabulary, vocabulary.questions(ids[:begin]), [end])
     for token in ids[begin:]:
         if not copying.allows(token):
             return True

@@ -65,6 +65,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     scripts/library.py. An existing library is replaced as a whole. quiet: print nothing.
     """
     files = ""
+    notes = Notes(list)
     if source == "python":
         passages = python_passages()
     else:
@@ -72,7 +73,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         source = str(path)
         files = fingerprint(source)  # before they are read: a file that changes meanwhile is noticed
         name = name or LIBRARY_KIND.sub("", path.name)
-        passages = file_passages(path, encoding, field, quiet)
+        passages = file_passages(path, encoding, field, notes)
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
@@ -89,10 +90,12 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         for function, of in functions.items():
             database.create_function(function, 1, of)
         database.executescript(SCHEMA)
-        # All that makes the same library again.
-        manifest = {"form": FORM, "source": source, "name": name, "field": field, "encoding": encoding, "files": files}
+        # What makes the same library again.
+        manifest = {"form": FORM, "source": source, "field": field, "encoding": encoding, "files": files}
         database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
         count = database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount
+        if not quiet:
+            say(notes)
         if not count:
             raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
         for context, text in database.execute("SELECT context, text FROM passages"):
@@ -158,30 +161,27 @@ def open_library(file: str | None, copying: bool = True) -> Tools:
 
 # ---- Passages
 
-def file_passages(source: Path, encoding: str, field: str, quiet: bool) -> Iterator[tuple[str, str, str, str]]:
-    """(title, text, place, context) of all files' passages; then, unless quiet, what could not be read is printed."""
-    notes = Notes(list)
+def file_passages(source: Path, encoding: str, field: str, notes: Notes) -> Iterator[tuple[str, str, str, str]]:
+    """(title, text, place, context) of all files' passages; what could not be read is noted."""
     for file in files_below(source, notes, LIBRARY_KIND):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
         stem = LIBRARY_KIND.sub("", Path(name).name)
         kind = kind_of(file)
         has_lines = kind in TEXTS and kind != "html"
-        lines = 0  # before this text of the file
+        before = 0  # lines before this text of the file
         try:
             for row, text in enumerate(file_texts(file, encoding, PIECE, notes, field), start=1):
-                note = markdown(text, kind)
-                for title, passage, line, context in text_passages(note, stem, "\n" if has_lines else " "):
-                    number = lines + line if has_lines else row
+                passages = text_passages(markdown(text, kind), stem, "\n" if has_lines else " ")
+                for title, passage, line, context in passages:
+                    number = before + line if has_lines else row
                     yield title, passage, f"{name}:{number}", context
-                lines += text.count("\n")
+                before += text.count("\n")
                 # One line more: the separator between this text and the next, if that is why it ends.
                 if len(text) < PIECE // 4:
-                    lines += 1
+                    before += 1
         # Parsers raise all kinds of errors. One damaged file must not prevent a library of the others.
         except Exception as error:
             notes["could not be read, or not to the end"].append(f"{name} ({first_line(error)})")
-    if not quiet:
-        say(notes)
 
 
 def python_passages() -> Iterator[tuple[str, str, str, str]]:

@@ -168,21 +168,21 @@ def unwrapped(paragraph: str) -> list[str]:
     """A paragraph's lines, without the marks of quotations and items; lines that were only wrapped are one text."""
     lines = QUOTE.sub("", paragraph).removesuffix("\n").split("\n")
     widest = max(map(width, lines))
-    texts = [[lines[0]]]
+    texts = [lines[0]]
     for line in lines[1:]:
         if is_wrapped(texts[-1], line, widest):
-            texts[-1].append(line)
+            texts[-1] += f"\n{line}"
         else:
-            texts.append([line])
-    return [ITEM.sub("", "\n".join(text)) for text in texts]
+            texts.append(line)
+    return [ITEM.sub("", text) for text in texts]
 
 
-def is_wrapped(text: list[str], line: str, widest: int) -> bool:
+def is_wrapped(text: str, line: str, widest: int) -> bool:
     """Whether a text goes on in the next line, as its last line had no room for that line's first word."""
-    first, last, words = text[0], text[-1], line.split()
-    if not words or ITEM.match(line) or KEY.match(first) and KEY.match(line):
+    last, words = text.rpartition("\n")[2], line.split()
+    if not words or ITEM.match(line) or KEY.match(text) and KEY.match(line):
         return False
-    if GOES_ON.search(last) or words[0][0].islower() or ITEM.match(first) and line[0].isspace():
+    if GOES_ON.search(last) or words[0][0].islower() or ITEM.match(text) and line[0].isspace():
         return True
     return widest >= NARROW and width(last) + width(words[0]) > 0.8 * widest
 

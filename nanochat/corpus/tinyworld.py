@@ -267,10 +267,10 @@ def entropy_floor(data: str) -> float | None:
     return sum(made.bits for made in documents) / sum(len(made.text.encode()) for made in documents)
 
 
-def sample_prompts(data: str, count: int = 6) -> list[str]:
+def sample_prompts(data: str) -> list[str]:
     """Prompts for a model's samples: the embedded world's, or beginnings of another data set's held-out texts."""
     if load_manifest(data)["source"] == "tinyworld":
         return list(PROMPTS)
     # Whole words, or ten characters of a script without blanks.
     texts = (" ".join(text[:200].split())[:40] for text in iter_texts(data, "val"))
-    return [text.rpartition(" ")[0] or text[:10] for text in islice(filter(None, texts), count)]
+    return [text.rpartition(" ")[0] or text[:10] for text in islice(filter(None, texts), 6)]

@@ -14,7 +14,7 @@ parameters quoted 2 of 55 passages wrongly; with half the training, 21 of 35.
 """
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanochat.data.sentences import sentence_ends
@@ -25,7 +25,7 @@ from nanochat.inference.words import MARKS, UNSPACED, begins_back, telling_words
 # Limits, because a call's first token compares every word of the question.
 MOST_BYTES = 64         # longer tokens are not used for copying
 MOST_TAIL = 4           # bytes of a stretch in a token that also closes the call, such as `?")`
-MOST_QUESTION = 2000    # bytes used of what the user wrote, the last ones
+MOST_QUESTION = 2000    # characters used of what the user wrote, the last ones
 # The calls whose text is the user's.
 COPYING_CALLS = (*QUERIES, "spell")
 # An unfinished call: its name, its quotation mark and what follows.
@@ -129,18 +129,19 @@ def word_edges(text: str) -> tuple[list[int], list[int]]:
 def telling_edges(text: str) -> tuple[list[int], list[int]]:
     """The edges of the stretches that have all words of a text that tell what it is about, as `word_edges`."""
     data, telling = text.encode(), telling_words(text)
-    starts, ends = word_edges(text)
 
-    def keep(edges: Iterable[int], cut: Callable[[int], slice]) -> Iterator[int]:
-        for edge in edges:
-            left = telling_words(data[cut(edge)].decode())
+    def kept(stretches: Iterable[tuple[int, bytes]]) -> Iterator[int]:
+        for edge, stretch in stretches:     # shorter and shorter
+            left = telling_words(stretch.decode())
+            if len(left) < len(telling):
+                return
+            # Others are left if "how long" has been cut: "long" alone tells something.
             if left == telling:
                 yield edge
-            # More is left if "how long" has been cut: "long" alone tells something.
-            elif len(left) < len(telling):
-                return
 
-    return list(keep(starts, lambda edge: slice(edge, None))), [*keep(reversed(ends), slice)][::-1]
+    starts, ends = word_edges(text)
+    starts = kept((start, data[start:]) for start in starts)
+    return list(starts), sorted(kept((end, data[:end]) for end in reversed(ends)))
 
 
 class Copying:
@@ -238,14 +239,9 @@ class Copying:
             question = self.asked
             starts, ends = telling_edges(question)
         else:
-            question = self._question()
+            question = "\n".join(self.questions)[-MOST_QUESTION:].rstrip()
             starts, ends = word_edges(question)
         if not starts:
             return None
         opening = self.written[: call.start(2)] + quote
         return Copy(question.encode(), starts, ends, {self.vocabulary.python_end}, opening, quote + b")")
-
-    def _question(self) -> str:
-        """The end of what the user wrote."""
-        text = "\n".join(self.questions).encode()
-        return text[-MOST_QUESTION:].decode(errors="ignore").rstrip()

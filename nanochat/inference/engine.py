@@ -116,16 +116,16 @@ class Engine:
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
         assert len(prompt) + limit - 1 <= self.capacity, "no memory was set aside for so many tokens"
         stop = default_stop(self.tokenizer) if sampling.stop is None else sampling.stop
+        copying = None
+        if self.vocabulary and sampling.tools:
+            questions = self.vocabulary.questions(prompt)
+            asked, found = self.tools.asked(questions) if self.tools.is_own else ("", False)
+            # An answer that has begun goes on as it likes.
+            begins = prompt[-1] == self.assistant_start and self.python_end not in stop
+            copying = Copying(self.vocabulary, questions, stop, asked, found and begins)
         answers = []
-        questions = self.vocabulary.questions(prompt) if self.vocabulary else []
-        asked, found = self.tools.asked(questions) if self.tools.is_own else ("", False)
         for i in range(num_samples):
             rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
-            copying = None
-            if self.vocabulary and sampling.tools:
-                # An answer that has begun goes on as it likes.
-                begins = prompt[-1] == self.assistant_start and self.python_end not in stop
-                copying = Copying(self.vocabulary, questions, stop, asked, found and begins)
             answers.append(Answer(prompt, sampling, stop, limit, rng, Sampler(sampling, copying)))
         self.waiting.extend(answers)
         return answers

@@ -13,6 +13,7 @@ import math
 import re
 import threading
 import unicodedata
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ class Passage(NamedTuple):
     title: str
     text: str           # from the sentence that answers
     place: str          # where the text begins, such as "notes/wine.md:14"
-    before: str = ""    # the passage's sentences before the text
+    before: str = ""    # the passage's sentences before the text, which a reply's source shows
 
 
 class SearchFailed(UserError):
@@ -136,42 +137,42 @@ class Library:
                 return passage
         return None
 
-    def search(self, words: str) -> Passage | None:
+    def search(self, question: str) -> Passage | None:
         """
-        The passage with these words as title; else the best about them; None if none has enough of them. Words before
-        the last line are its context: they have half the weight, and a passage needs a word of the last line.
+        The passage with these words as title; else the best about them; None if none has enough of them. Lines before
+        the last one are its context: their words have half the weight, and a passage needs a word of the last line.
         """
         self.work = MOST_WORK
-        words = words[-LONGEST:]
-        question = words.rpartition("\n")[2]
-        telling = " ".join(telling_words(words))
-        if not telling:
-            return None
-        named = self.titled(telling)
+        question = question[-LONGEST:]
+        telling = telling_words(question)
+        named = self.titled(" ".join(telling))
         if named:
             return named
-        common = common_stems(words)
-        # Sorted, so ties do not depend on the process's hash seed.
-        weights = self.weights(sorted(self.stems(telling)), common)
-        asked = weights.keys() & self.stems(" ".join(telling_words(question))) - common
+        line = question.rpartition("\n")[2]
+        common = common_stems(question)
+        weights = self.weights(telling, common)
+        asked = weights.keys() & self.stems(telling_words(line)) - common
         if asked:
             weights = {stem: weight if stem in asked else weight / 2 for stem, weight in weights.items()}
-        files = self.files_with_names(question, weights) if self.is_own else None
 
-        def weight_in(found: set[str]) -> float:
+        def weight_in(found: Set[str]) -> float:
             return sum(weights[stem] for stem in sorted(weights.keys() & found))
 
-        # Python's passages are not asked about by subject, and "json.partition" is one word.
-        tellings = map(telling_words, question.split()[::-1] if self.is_own else ())
-        last = self.stems(" ".join(next(filter(None, tellings), ())))
+        last: set[str] = set()
+        # Python's passages are not asked about by subject.
+        if self.is_own:
+            # Between blanks: "json.partition" is one word.
+            for word in line.split():
+                last = self.stems(telling_words(word)) or last
         total = sum(weights.values()) + LAST * weight_in(last)
-        ranking, firsts = [], {}
         rarest = sorted(weights, key=weights.get)[-TERMS:]
         # BM25 gives no weight to a stem that half of the passages have, but ranking those takes most of the time. A
         # passage that has only such stems is no answer if they have less than ENOUGH of the question's weight.
         rare = [stem for stem in rarest if weights[stem] >= RARE]
         if weight_in(set(rare)) >= (1 - ENOUGH) * total:
             rarest = rare
+        files = self.files_with_names(line, weights)
+        ranking, firsts = [], {}
         rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""')
         for title, text, place, before, *columns, score in rows:
             about, sentence, rest = (set(column.split()) for column in columns)
@@ -180,55 +181,65 @@ class Library:
             # words count more; between equal matches, a shorter one is better.
             in_all = weight_in(found)
             score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(columns[1].split())
-            if file_of(place) != file_of(before or ""):
-                firsts[file_of(place)] = in_all
+            file = file_of(place)
+            if file != file_of(before or ""):
+                firsts[file] = in_all
             is_enough = in_all + LAST * weight_in(last & found) > ENOUGH * total and (not asked or asked & found)
-            # A passage of nothing but words of the question, such as a link, says nothing about them.
-            if is_enough and not sentence | rest <= weights.keys() and (files is None or file_of(place) in files):
-                ranking.append((score, about, title, text, place))
+            # A note's passage of nothing but words of the question, such as a link, says nothing about them.
+            is_link = self.is_own and sentence | rest <= weights.keys()
+            if is_enough and not is_link and (files is None or file in files):
+                ranking.append((score, file, about, title, text, place))
         if not ranking:
             return None
         # A file's beginning says what the file is about, so its first passage also counts in the choice of the file.
-        best = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(file_of(row[-1]), 0))
-        in_file = [row for row in ranking if file_of(row[-1]) == file_of(best[-1])]
-        _, about, title, text, place = max(in_file, key=lambda row: row[0])
+        _, _, about, title, text, place = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(row[1], 0))
         if not self.is_own:
             # Python's documentation is quoted from its first sentence, which says what the object is.
             return passage_of(title, text, place)
-        starts = [0, *(end + text[end : end + 1].isspace() for end in sentence_ends(text)[:-1])]
-        sentences = [self.stems(text[start:end]) for start, end in zip(starts, [*starts[1:], len(text)])]
-        # Words of the last line first; words of title and headings belong to all sentences.
-        in_each = [(weight_in(found & asked) - weight_in(found & asked & about) / 2, weight_in(found))
-                   for found in sentences]
-        chosen = in_each.index(max(in_each))
-        while chosen and begins_back(text[starts[chosen] :]):
-            chosen -= 1
-        return passage_of(title, text, place, starts[chosen])
+        # From the sentence that has most words of the question: first of its last line, where words that title and
+        # headings have say less, as they belong to all sentences.
+        chosen = begin = start = 0
+        most = 0.0, 0.0
+        for end in sentence_ends(text):
+            sentence = text[start:end]
+            if not begins_back(sentence):
+                begin = start
+            found = self.stems(words(sentence))
+            weight = weight_in(found & asked) - weight_in(found & asked & about) / 2, weight_in(found)
+            if weight > most:
+                most, chosen = weight, begin
+            start = end + text[end : end + 1].isspace()
+        return passage_of(title, text, place, chosen)
 
-    def files_with_names(self, question: str, weights: dict[str, float]) -> set[str] | None:
+    def files_with_names(self, line: str, weights: dict[str, float]) -> set[str] | None:
         """
         The files that have all names of a question, of those that the library has; None: no names. What another file
         says about a parrot's age does not answer "How old is Marek?" if the library knows a Marek.
         """
         files = None
-        for name in NAME.findall(question):
-            for stem in self.stems(name) if name[0].isupper() else ():
-                rows = self.query(PLACES, stem) if weights.get(stem, 0) >= RARE else []
-                if rows:
-                    having = {file_of(place) for place, in rows}
+        names = " ".join(name for name in NAME.findall(line) if name[0].isupper())
+        for stem in self.stems(words(names)):
+            if weights.get(stem, 0) >= RARE:
+                having = {file_of(place) for place, in self.query(PLACES, stem)}
+                if having:
                     files = having if files is None else files & having
         return files
 
-    def stems(self, text: str) -> set[str]:
-        """The stems of a text; of a compound those of its parts, which the library may have in other compounds."""
-        return set(stems(" ".join(part for word in words(text) for part in parts(word, self.count) or [word])))
+    def stems(self, words: list[str]) -> set[str]:
+        """The stems of these words; of a compound those of its parts, which the library may have in other compounds."""
+        found = []
+        for word in words:
+            found += parts(word, self.count) or [word]
+        return set(stems(" ".join(found)))
 
-    def weights(self, asked: list[str], common: frozenset[str]) -> dict[str, float]:
+    def weights(self, telling: list[str], common: frozenset[str]) -> dict[str, float]:
         """
         The inverse document frequency of a question's stems. A stem that no passage has gets the median of the others,
         because the question may be about it; if it is common, it is left out.
         """
         weights = {}
+        # Sorted, so ties do not depend on the process's hash seed.
+        asked = sorted(self.stems(telling))
         for stem in asked:
             for count, in self.query("SELECT passages FROM words WHERE word = ?", stem):
                 weights[stem] = math.log(1 + self.passages / (1 + count))
@@ -267,9 +278,7 @@ def connect(address: str) -> "sqlite3.Connection":
 
 
 def passage_of(title: str, text: str, place: str, start: int = 0) -> Passage:
-    """
-    A row of the table, from one of its sentences. In its text a line ends where the source's does; code stays in lines.
-    """
+    """A row of the table, from one of its sentences. Prose becomes one line; code stays in lines."""
     prose, fence, code = text.partition(CODE)
     before, text = (part.replace("\n", " ") for part in (prose[:start], prose[start:]))
     if lines := prose.count("\n", 0, start):

@@ -81,8 +81,8 @@ class Sampler:
 
     def __init__(self, sampling: SamplingParams, copying: "Copying | None" = None):
         self.sampling = sampling
-        # Never both: no grammar goes with tools.
-        self.limits = sampling.grammar.start() if sampling.grammar else copying
+        # Never both: no grammar goes with tools. A copy, because all answers to a prompt begin alike.
+        self.limits = sampling.grammar.start() if sampling.grammar else copy.copy(copying)
         # By token, what is added to its logit. Updated token by token, so a step need not recount them.
         self.added = dict(sampling.logit_bias)
         self.written: set[int] = set()

@@ -17,7 +17,7 @@ from pathlib import Path
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
-from nanochat.inference.retrieval import Library, Passage, SearchFailed, library_path
+from nanochat.inference.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
 from nanochat.inference.words import begins_back, has_pronoun, telling_words
 
 NOTHING = "nothing"
@@ -34,8 +34,6 @@ REFUSALS = {
 }
 # Calls in one answer: a model that repeats itself would never end.
 MOST_CALLS = 3
-# Characters of a user's question that are looked up as a whole, the last ones.
-MOST_WORDS = 200
 # Methods of a library that a model can call.
 QUERIES = ("lookup", "search")
 TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
@@ -44,8 +42,7 @@ TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
 class Tools:
     """
     What an engine can call. library: where passages are looked up; None: nothing is found. copying: whether the model
-    must look up the user's words and quote the passage's (nanochat/inference/copying.py);
-    only with a library.
+    must look up the user's words and quote the passage's (nanochat/inference/copying.py); only with a library.
     """
 
     def __init__(self, library: Library | None = None, copying: bool = True) -> None:
@@ -84,13 +81,17 @@ class Tools:
             return "", False
         # A system message stands in the same turn as the first question.
         *before, last = [question.rpartition("\n\n")[2].replace("\n", " ") for question in questions[-3:]]
-        last = last[-MOST_WORDS:]
+        last = last[-LONGEST:]
         searches = [last]
-        if before and (begins_back(last) or has_pronoun(last) or telling_words(last)):
-            begins = max((number for number, question in enumerate(before) if not begins_back(question)), default=0)
-            together = f"{' '.join(before[begins:])[-MOST_WORDS:]}\n{last}"
+        refers_back = begins_back(last)
+        if before and (refers_back or has_pronoun(last) or telling_words(last)):
+            # The question before this one may itself go on from another.
+            begins = 0 if begins_back(before[-1]) else -1
+            together = f"{' '.join(before[begins:])}\n{last}"[-LONGEST:]
+            searches.insert(0 if refers_back else 1, together)
             # "How old is he?" alone would be answered with anyone's age.
-            searches = [together] if has_pronoun(last) else [together, last] if begins_back(last) else [last, together]
+            if has_pronoun(last):
+                searches = [together]
         for words in searches:
             if self.find(f'search("{words}")'):
                 return words, True
