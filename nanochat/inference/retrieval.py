@@ -61,10 +61,10 @@ ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
 ALIKE = """SELECT DISTINCT last FROM passages
 WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
 # FTS5's rank is BM25 made negative: smaller is better. `before` is the place of the previous passage.
-RANKED = f"""SELECT one.title, one.text, one.place, before.place, about, sentence, rest, -best.score FROM
+RANKED = f"""SELECT one.title, one.text, one.place, about, sentence, rest, -best.score FROM
 (SELECT rowid AS id, rank AS score FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best
 JOIN passages AS one ON one.id = best.id JOIN stems ON stems.rowid = best.id
-LEFT JOIN passages AS before ON before.id = best.id - 1 ORDER BY best.score"""
+ORDER BY best.score"""
 PLACES = "SELECT place FROM stems JOIN passages ON id = stems.rowid WHERE stems MATCH '\"' || ? || '\"'"
 
 
@@ -172,27 +172,23 @@ class Library:
         if weight_in(set(rare)) >= (1 - ENOUGH) * total:
             rarest = rare
         files = self.files_with_names(line, weights)
-        ranking, firsts = [], {}
+        ranking = []
         rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""')
-        for title, text, place, before, *columns, score in rows:
+        for title, text, place, *columns, score in rows:
             about, sentence, rest = (set(column.split()) for column in columns)
             found = about | sentence | rest
             # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence, so its
             # words count more; between equal matches, a shorter one is better.
             in_all = weight_in(found)
             score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(columns[1].split())
-            file = file_of(place)
-            if file != file_of(before or ""):
-                firsts[file] = in_all
             is_enough = in_all + LAST * weight_in(last & found) > ENOUGH * total and (not asked or asked & found)
             # A note's passage of nothing but words of the question, such as a link, says nothing about them.
             is_link = self.is_own and sentence | rest <= weights.keys()
-            if is_enough and not is_link and (files is None or file in files):
-                ranking.append((score, file, about, title, text, place))
+            if is_enough and not is_link and (files is None or file_of(place) in files):
+                ranking.append((score, about, title, text, place))
         if not ranking:
             return None
-        # A file's beginning says what the file is about, so its first passage also counts in the choice of the file.
-        _, _, about, title, text, place = max(ranking, key=lambda row: row[0] + 0.7 * firsts.get(row[1], 0))
+        _, about, title, text, place = max(ranking, key=lambda row: row[0])
         if not self.is_own:
             # Python's documentation is quoted from its first sentence, which says what the object is.
             return passage_of(title, text, place)
