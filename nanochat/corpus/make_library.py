@@ -5,10 +5,10 @@ A passage's title is a Python object's name, the heading above it, or else its f
 of a file is. nanochat/inference/retrieval.py reads what this module writes.
 """
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from nanochat.runtime.progress import progress
 
 # Characters of a text that are read at a time. Only logs are longer; a longer text loses the headings above a cut.
 PIECE = 1 << 24
+UNREAD = "could not be read, or not to the end"
 PATIENCE = 10  # seconds that a question waits while changed files are read
 SCHEMA = """
 PRAGMA journal_mode = OFF; BEGIN;
@@ -62,7 +63,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
                  quiet: bool = False) -> Path:
     """
     Make the library of a folder or file, or of "python"; print and return its path. The settings are the command's, see
-    scripts/library.py. An existing library is replaced as a whole. quiet: print nothing.
+    scripts/library.py. An existing library is replaced as a whole. quiet: print only what could not be read.
     """
     files = ""
     notes = Notes(list)
@@ -93,9 +94,10 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         # What makes the same library again.
         manifest = {"form": FORM, "source": source, "field": field, "encoding": encoding, "files": files}
         database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
-        count = database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount
-        if not quiet:
-            say(notes)
+        count = database.executemany(INSERT, passages if quiet else progress(passages, "reading", "passages")).rowcount
+        if quiet:
+            notes = Notes(list, {UNREAD: notes[UNREAD]} if notes[UNREAD] else {})
+        say(notes)
         if not count:
             raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
         for context, text in database.execute("SELECT context, text FROM passages"):
@@ -113,43 +115,55 @@ class FreshTools(Tools):
 
     def __init__(self, library: Library | None, copying: bool) -> None:
         super().__init__(library, copying)
-        self.files = "not looked yet"           # fingerprint at the last look
-        self.next_look = 0.0                    # of time.monotonic()
-        self.reader = ThreadPoolExecutor(1)     # one reading at a time
+        self.files = "not looked yet"   # fingerprint at the last look
+        self.next_look = 0.0            # of time.monotonic()
+        self.began = 0.0
+        self.reader: threading.Thread | None = None     # a daemon, so the program need not wait for it to end
+        self.lock = threading.Lock()
 
     def refresh(self) -> None:
         """Look for changes. A question waits for the reading, but after PATIENCE the old library answers it."""
         # Python's documentation has no fingerprint.
-        if self.library and self.library.manifest["files"]:
-            wait([self.reader.submit(self.read_changes, self.library)], PATIENCE)
+        if not self.library or not self.library.manifest["files"]:
+            return
+        with self.lock:
+            now = time.monotonic()
+            if self.reader is None or not self.reader.is_alive():
+                if now < self.next_look:
+                    return
+                self.began = now
+                self.reader = threading.Thread(target=self.read_changes, args=[self.library], daemon=True)
+                self.reader.start()
+        self.reader.join(max(0.0, self.began + PATIENCE - now))
 
     def read_changes(self, library: Library) -> None:
         """library: the present one. It stays after an error, which is one line for each state of the files."""
-        began = time.monotonic()
-        if began < self.next_look:
-            return
         source = library.manifest["source"]
         try:
             files = fingerprint(source)
-            looked = time.monotonic()
-            # A second for 20,000 files. If it takes longer than a tenth of one, nine times that pass before the next.
-            self.next_look = looked + 10 * (looked - began) - 1
             if files == self.files:
                 return
             self.files = files
-            # It may be as new as they are, if another process has made it. Then its settings are also the new ones.
-            made = Library(library.path)
+            try:
+                # It may be as new as they are, if another process has made it. Then its settings are also the new ones.
+                made = Library(library.path)
+            except UserError:
+                made = library
             if made.manifest["files"] != files:
                 # An absolute name is a path: the file that is open is replaced, wherever it lies.
                 name = str(library.path.absolute().with_suffix(""))
                 settings = made.manifest["field"], made.manifest["encoding"]
                 made = Library(make_library(source, name, *settings, quiet=True))
             self.library = made
-            if time.monotonic() > looked + 1:
+            if time.monotonic() > self.began + 1:
                 print(f"{source} has changed and was read again", file=sys.stderr)
         # Whatever is wrong with the files: an answer from the library as it was is better than none.
         except Exception as error:
             print(f"{source} has changed, but cannot be read again: {first_line(error)}", file=sys.stderr)
+        finally:
+            # If it took longer than half a second, five times what is more passes before the next look.
+            now = time.monotonic()
+            self.next_look = now + 5 * (now - self.began - 0.5)
 
 
 def open_library(file: str | None, copying: bool = True) -> Tools:
@@ -171,7 +185,8 @@ def file_passages(source: Path, encoding: str, field: str, notes: Notes) -> Iter
         before = 0  # lines before this text of the file
         try:
             for row, text in enumerate(file_texts(file, encoding, PIECE, notes, field), start=1):
-                passages = text_passages(markdown(text, kind), stem, "\n" if has_lines else " ")
+                # A plain text's marks are its own: a password may have any of them.
+                passages = text_passages(markdown(text, kind), stem, "\n" if has_lines else " ", kind != "txt")
                 for title, passage, line, context in passages:
                     number = before + line if has_lines else row
                     yield title, passage, f"{name}:{number}", context
@@ -181,7 +196,7 @@ def file_passages(source: Path, encoding: str, field: str, notes: Notes) -> Iter
                     before += 1
         # Parsers raise all kinds of errors. One damaged file must not prevent a library of the others.
         except Exception as error:
-            notes["could not be read, or not to the end"].append(f"{name} ({first_line(error)})")
+            notes[UNREAD].append(f"{name} ({first_line(error)})")
 
 
 def python_passages() -> Iterator[tuple[str, str, str, str]]:

@@ -1,11 +1,17 @@
-"""Org and HTML as Markdown, for a library."""
+"""reStructuredText, Org and HTML as Markdown, for a library."""
 import re
 from typing import Any
 
 INLINE = "a|abbr|b|code|del|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|td|th"  # passages.py knows these
 # What is found, and what it becomes, in this order.
 RULES: dict[str, dict[str, Any]] = {
+    "rst": {
+        # A comment, but no directive, target or footnote; with its lines.
+        r"^\.\.(?![ \t]*(?:[\w:-]+::|_|\[|\|)).*(?:\n[ \t]+\S.*)*": lambda comment: "\n" * comment[0].count("\n"),
+    },
     "org": {
+        r"(?i)^[ \t]*#\+(?:begin|end)_comment.*": "%%",
+        r"^[ \t]*# .*": "",
         r"(?i)^#\+title:": "#",
         r"^\*+(?= )": lambda stars: "#" + "#" * len(stars[0]),
         r"(?i)^[ \t]*#\+(?:begin|end)_(?:src|example).*": "```",

@@ -27,9 +27,10 @@ YAML = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # values stay as they are 
 NAMES = re.compile(r"(?i)title|alias(?:es)?|tags?")  # keys whose values are names of the note
 # What is hidden, and tables; neither in code. ~~~~ is no code, but underlines a heading of reStructuredText.
 SOURCE = re.compile(r"""(?mx)
-    (?P<code>^[ \t]*(?P<fence>`{3,}+|~~~(?!~))[\s\S]*?(?:^[ \t]*(?P=fence)|\Z) | `[^`\n]*`)
+    (?P<code>^[ \t]*(?P<fence>`{3,}+(?=[^`\n]*$)|~~~(?!~))[\s\S]*?(?:^[ \t]*(?P=fence)|\Z) | `[^`\n]*`)
     | <!--[\s\S]*?(?:-->|\Z)
-    | ^%%[\s\S]*?(?:%%|\Z) | %%[\s\S]*?(?:%%|\n[ \t]*\n|\Z)      # Obsidian's private text: blocks, within a paragraph
+    | ^[ \t]*(?:[*+-][ \t]+)?%%[\s\S]*?(?:%%|\Z)                 # Obsidian's private text: blocks,
+    | (?<!\S)%%(?:.|\n(?![ \t]*\n))*?%%                          # within a paragraph
     | ^(?P<table>(?=.*\|).*\n(?=.*\|)(?=.*-)[ \t|:+-]+(?:\n(?=.*\|).*)*)$
     """)
 BLOCK = re.compile(r"""(?mx)
@@ -37,10 +38,11 @@ BLOCK = re.compile(r"""(?mx)
     | ^(?![*+•-][ \t])(?P<underlined>\S.*)\n(?P<underline>[=~^-])(?P=underline){2,}[ \t]*$
     | ^(?:(?P<paragraph>(?:
         # Neither a blank line or a rule, nor a heading, nor code.
-        (?![ \t\xa0\u3000*_+|:=~^-]*$ | [ ]{0,3}\#+[ \t] | [ \t]*(?:```|~~~(?!~)))
+        (?![ \t\xa0\u3000*_+|:=~^-]*$ | [ ]{0,3}\#+[ \t] | [ \t]*(?:`{3,}+(?=[^`\n]*$)|~~~(?!~)))
         .+(?:\n|\Z))++)(?:[ \t]*\n){0,3})?
-      (?:[ \t]*(?P<fence>`{3,}+|~~~).*\n(?P<code>[\s\S]*?)(?:^[ \t]*(?P=fence)|\Z))?
+      (?:[ \t]*(?P<fence>`{3,}+(?=[^`\n]*$)|~~~)(?P<language>.*)\n(?P<code>[\s\S]*?)(?:^[ \t]*(?P=fence)|\Z))?
     """)
+QUERIES = re.compile(r"\s*(?:dataview|tasks|query|mermaid)")  # code that Obsidian shows the result of
 LEVELS = " =-~^"  # what underlines a heading of level 1, 2, …
 
 # ---- Lines
@@ -50,6 +52,7 @@ KEY = re.compile(r"[*_]*\w[^:/\n]{0,30}:[:*_]*(?:\s|$)")
 # A text that goes on in the next line, however long it is: a callout's title, and what ends with these marks.
 GOES_ON = re.compile(r"""\A\[!|[.!?…:,;।。！？、，][*_"'”’»)\]」』]*$""")
 NARROW = 36  # columns; narrower lines are not wrapped text, but lists, addresses, poems
+BROAD = 60  # columns; a paragraph with a line of so many may be wrapped, else a second one must be nearly as long
 WIDE = re.compile(f"[{UNSPACED}]")  # characters of two columns
 
 # Marks, and as their last group what stays of them.
@@ -79,16 +82,20 @@ MARK = re.compile(r"""(?msx)(?=[\[!*_=~<&^`\\\s:])(?:
     )""")
 
 
-def text_passages(text: str, title: str, line_end: str = "\n") -> Iterator[tuple[str, str, int, str]]:
+def text_passages(
+    text: str, title: str, line_end: str = "\n", has_marks: bool = True,
+) -> Iterator[tuple[str, str, int, str]]:
     """
     (title, passage, line, context) of a text; those of its front matter come last, as a note's first passage should say
     what it is about. The title is the heading above, or else the file's; the context is what else a passage is found
-    by: all headings above, and the names of the note.
+    by: all headings above, the items that one belongs to, and the names of the note. has_marks: Markdown's.
     """
     names, facts, text = front_matter(CONTROL.sub(" ", text.replace("\r\n", "\n")), title)
     heading = title
     headings: list[str] = []
-    text = SOURCE.sub(visible, text)
+    above: list[tuple[int, str]] = []  # (indent, text): the items that the next belongs to, what a colon introduces
+    if has_marks:
+        text = SOURCE.sub(visible, text)
     line = 1
     position = 0
     for block in BLOCK.finditer(text):
@@ -99,18 +106,26 @@ def text_passages(text: str, title: str, line_end: str = "\n") -> Iterator[tuple
             level = len(block["marks"] or "") or LEVELS.index(block["underline"])
             headings += [""] * level
             headings[level - 1 :] = [heading]
+            above = []
             continue
         found = []
         at = line
         for part in unwrapped(block["paragraph"] or ""):
-            found += split_paragraph(plain(part).replace("\n", line_end), at)
+            item = ITEM.sub("", part)
+            indent = len(part) - len(part.lstrip()) if ITEM.match(part) else -1
+            item = plain(item) if has_marks else spaced(item)
+            above = [one for one in above if one[0] < indent]
+            context = " ".join([names, *headings, *(text for _, text in above)])
+            found += [(passage, at, context) for passage, at in split_paragraph(item.replace("\n", line_end), at)]
+            if indent >= 0 or item.endswith(":"):
+                above.append((indent, item))
             at += 1 + part.count("\n")
         code = dedent(block["code"] or "").strip("\n")
-        if code and len(code) <= LONGEST:
-            passage, at = found.pop() if found else (heading, line)
-            found.append((f"{passage}\n```\n{code}\n```", at))
-        for passage, at in found:
-            yield heading, passage, at, " ".join([names, *headings])
+        if code and len(code) <= LONGEST and not QUERIES.match(block["language"]):
+            passage, at, context = found.pop() if found else (heading, line, " ".join([names, *headings]))
+            found.append((f"{passage}\n```\n{code}\n```", at, context))
+        for passage, at, context in found:
+            yield heading, passage, at, context
     for passage, at in facts:
         yield title, passage, at, names
 
@@ -123,6 +138,8 @@ def front_matter(text: str, names: str) -> tuple[str, list[tuple[str, int]], str
     front = FRONT.match(text)
     if front:
         try:
+            if re.search(r"(?m)(?:^|[:,\[-])\s*&\w", front[2]):
+                raise ValueError("references, which can make it endless")
             entries = tomllib.loads(front[2]) if front[1] == "+++" else yaml.load(front[2], YAML)
             for key, value in entries.items():
                 value = flat(value)
@@ -133,7 +150,7 @@ def front_matter(text: str, names: str) -> tuple[str, list[tuple[str, int]], str
                     line = 1 + front[0].count("\n", 0, 1 + front[0].find(f"\n{key}"))
                     facts += split_paragraph(f"{key}: {value}", line)
             text = "\n" * front[0].count("\n") + text[front.end():]
-        except (yaml.YAMLError, ValueError, AttributeError):
+        except (yaml.YAMLError, ValueError, AttributeError, RecursionError):
             # It is broken, or only text between two rules.
             pass
     return names, facts, text
@@ -165,16 +182,18 @@ def visible(found: re.Match[str]) -> str:
 # ---- Lines
 
 def unwrapped(paragraph: str) -> list[str]:
-    """A paragraph's lines, without the marks of quotations and items; lines that were only wrapped are one text."""
+    """A paragraph's lines, without the marks of quotations; lines that were only wrapped are one text."""
     lines = QUOTE.sub("", paragraph).removesuffix("\n").split("\n")
-    widest = max(map(width, lines))
+    *_, second, widest = 0, *sorted(map(width, lines))
+    if widest < BROAD:
+        widest = second
     texts = [lines[0]]
     for line in lines[1:]:
         if is_wrapped(texts[-1], line, widest):
             texts[-1] += f"\n{line}"
         else:
             texts.append(line)
-    return [ITEM.sub("", text) for text in texts]
+    return texts
 
 
 def is_wrapped(text: str, line: str, widest: int) -> bool:
@@ -194,7 +213,12 @@ def width(line: str) -> int:
 
 def plain(text: str) -> str:
     """The text without marks; its lines stay."""
-    return re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", MARK.sub(unmarked, text))).strip()
+    return spaced(MARK.sub(unmarked, text))
+
+
+def spaced(text: str) -> str:
+    """The text with single blanks and without empty lines."""
+    return re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text)).strip()
 
 
 def unmarked(mark: re.Match[str]) -> str:
