@@ -65,7 +65,7 @@ def test_a_result_is_cut_at_a_sentence():
     one = shortened("桂花" * 500, TOKENIZER, 64)  # no sentence ends, and a token may be a part of a character
     assert one and ("桂花" * 500).startswith(one)
     found = Tools(Shelf()).result("lookup('str.partition')", TOKENIZER, 0, room=30)
-    assert PARTITION.startswith(found) and len(TOKENIZER.encode(found)) == 30
+    assert PARTITION.startswith(found) and 20 < len(TOKENIZER.encode(found)) <= 30, "whole words"
 
 
 def engine_that_writes(script: list[int]) -> Engine:

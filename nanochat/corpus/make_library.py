@@ -29,7 +29,7 @@ from nanochat.corpus.passages import CONTROL, split_paragraph, text_passages
 from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
 from nanochat.data.sentences import sentence_ends
 from nanochat.inference.retrieval import FORM, Library, connect, key_of, last_part, library_path
-from nanochat.inference.tools import Tools, open_tools
+from nanochat.inference.tools import Tools, found_by, open_tools
 from nanochat.inference.words import parts, stems, words
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import write_aside
@@ -155,6 +155,7 @@ class FreshTools(Tools):
                 settings = made.manifest["field"], made.manifest["encoding"]
                 made = Library(make_library(source, name, *settings, quiet=True))
             self.library = made
+            found_by.cache_clear()  # it would keep the old library's file open
             if time.monotonic() > self.began + 1:
                 print(f"{source} has changed and was read again", file=sys.stderr)
         # Whatever is wrong with the files: an answer from the library as it was is better than none.

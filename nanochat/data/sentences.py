@@ -23,8 +23,11 @@ def sentence_ends(text: str) -> list[int]:
     abbreviation, or before a small letter: if that is wrong, a sentence only becomes longer.
     """
     ends = []
-    for mark in MARK.finditer(text.partition(CODE)[0]):
+    prose, code, _ = text.partition(CODE)
+    for mark in MARK.finditer(prose):
         at = mark.start()
+        if code and mark.end() == len(prose):
+            continue
         word = re.split(r"[\s(\[\"'„“«]", text[max(0, at - 9) : at])[-1]
         is_short = mark[0][0] == "." and (word.lower() in ABBREVIATIONS or NO_END.fullmatch(word))
         if not is_short and not text[mark.end() + 1 : mark.end() + 2].islower():

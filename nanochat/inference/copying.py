@@ -16,6 +16,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ MOST_TAIL = 4           # bytes of a stretch in a token that also closes the cal
 MOST_QUESTION = 2000    # characters used of what the user wrote, the last ones
 # The calls whose text is the user's.
 COPYING_CALLS = (*QUERIES, "spell")
+OPENINGS = [f'{name}("'.encode() for name in COPYING_CALLS]
 # An unfinished call: its name, its quotation mark and what follows.
 CALL_TEXT = re.compile(rf"\s*({'|'.join(COPYING_CALLS)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
 REFUSAL_BEGINS = 12     # bytes after which an answer counts as a refusal
@@ -126,6 +128,7 @@ def word_edges(text: str) -> tuple[list[int], list[int]]:
     return starts, ends
 
 
+@lru_cache(64)
 def telling_edges(text: str) -> tuple[list[int], list[int]]:
     """The edges of the stretches that have all words of a text that tell what it is about, as `word_edges`."""
     data, telling = text.encode(), telling_words(text)
@@ -169,26 +172,29 @@ class Copying:
     def add(self, token: int) -> None:
         """Add the answer's next token."""
         vocabulary = self.vocabulary
-        self.must_call = False
         if vocabulary.is_special(token):
             self._after_special(token)
         else:
             self.written += vocabulary.bytes_of[token]
         if self.copy is None and self.special == vocabulary.python_start:
             self.copy = self._copy_of_question()
+            self.must_call = self.must_call and self.copy is None
         if self.held and self.copy is None and len(self.written) >= self.held_from:
             self.copy = next((copy for copy in self.held if copy.source.startswith(self.written)), None)
 
     @property
     def allowed(self) -> list[int] | None:
         """The tokens that may come next; None: all. Milliseconds at the beginning of a call with a long question."""
-        if self.must_call:
+        if self.must_call and self.special is None:
             return [self.vocabulary.python_start]
-        if self.copy is None:
+        if self.must_call:
+            rests = {opening[len(self.written):] for opening in OPENINGS if opening.startswith(self.written)}
+        elif self.copy is None:
             return None
-        rests = self.copy.rests(self.written)
+        else:
+            rests = self.copy.rests(self.written)
         tokens = set().union(*map(self.vocabulary.beginnings, rests))
-        if b"" in rests:
+        if self.copy and b"" in rests:
             tokens |= self.copy.after
         if tokens and not self.written and self.special == self.vocabulary.output_end and not self.asked:
             tokens.add(self.vocabulary.python_start)    # instead of quoting, the model may look up something else
@@ -196,9 +202,9 @@ class Copying:
 
     def allows(self, token: int) -> bool:
         """Whether this token may come next. Quick for one that goes on with the copied text, as most do."""
-        if self.copy is None:
-            return not self.must_call or token == self.vocabulary.python_start
-        if not self.vocabulary.is_special(token):
+        if self.copy is None and not self.must_call:
+            return True
+        if self.copy and not self.vocabulary.is_special(token):
             more = self.vocabulary.bytes_of[token]
             if len(more) <= MOST_BYTES and any(rest.startswith(more) for rest in self.copy.rests(self.written)):
                 return True

@@ -294,8 +294,8 @@ class Engine:
 
     def _call(self, answer: Answer, expression: str) -> str | None:
         """Queue an expression's result and return it; None if it has none."""
-        # The answer quotes it.
-        room = min(self.context // RESULT_SHARE, (answer.limit - len(answer.tokens)) // 2)
+        # The answer quotes it, perhaps in smaller tokens.
+        room = min(self.context // RESULT_SHARE, (answer.limit - len(answer.tokens)) * 2 // 5)
         result = self.tools.result(expression, self.tokenizer, answer.calls, room)
         answer.calls += is_call(expression)
         if result is not None:

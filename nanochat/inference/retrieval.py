@@ -38,6 +38,7 @@ ENOUGH = 0.5
 LAST = 0.1
 # A stem weighs as much if at most every second passage has it.
 RARE = math.log(3)
+MOST_NAMED = 1000  # a name that more passages have tells little, and finding its files takes long
 # A word after the first may be a name, if it begins with a capital letter. A call's text begins with a blank if there
 # are words before it.
 NAME = re.compile(r"(?<=\s)[^\W\d_]\w*")
@@ -172,6 +173,8 @@ class Library:
         if weight_in(set(rare)) >= (1 - ENOUGH) * total:
             rarest = rare
         files = self.files_with_names(line, weights)
+        if files is None:
+            files = self.files_with_names(question, weights)
         ranking = []
         rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""')
         for title, text, place, *columns, score in rows:
@@ -215,7 +218,7 @@ class Library:
         files = None
         names = " ".join(name for name in NAME.findall(line) if name[0].isupper())
         for stem in self.stems(words(names)):
-            if weights.get(stem, 0) >= RARE:
+            if weights.get(stem, 0) >= max(RARE, math.log(1 + self.passages / MOST_NAMED)):
                 having = {file_of(place) for place, in self.query(PLACES, stem)}
                 if having:
                     files = having if files is None else files & having

@@ -12,13 +12,14 @@ encoded as text. A passage that would fill the context is cut, at a sentence's e
 """
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.inference.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
-from nanochat.inference.words import begins_back, has_pronoun, telling_words
+from nanochat.inference.words import has_pronoun, refers_back, telling_words
 
 NOTHING = "nothing"
 # What a model is trained to say after "nothing"; the name is in quotation marks unless it begins with a blank.
@@ -58,10 +59,7 @@ class Tools:
         call = TOOL_CALL.fullmatch(expression)
         if call is None or self.library is None or call[1] not in QUERIES:
             return None
-        try:
-            return getattr(self.library, call[1])(call[3])
-        except SearchFailed as error:
-            return Passage(str(error), str(error), self.library.path.name)
+        return found_by(self.library, call[1], call[3])
 
     def source(self, parts: Sequence[dict[str, str]]) -> Passage | None:
         """The passage that a message's last part is, or is the beginning of; else None."""
@@ -79,16 +77,17 @@ class Tools:
         """
         if not questions:
             return "", False
-        # A system message stands in the same turn as the first question.
-        *before, last = [question.rpartition("\n\n")[2].replace("\n", " ") for question in questions[-3:]]
+        *before, last = map(question_in, questions[-3:])
         last = last[-LONGEST:]
+        telling = "".join(telling_words(last))
+        if telling.isdigit():
+            return last, False  # a sum
         searches = [last]
-        refers_back = begins_back(last)
-        if before and (refers_back or has_pronoun(last) or telling_words(last)):
+        if before and (refers_back(last) or telling):
             # The question before this one may itself go on from another.
-            begins = 0 if begins_back(before[-1]) else -1
+            begins = 0 if refers_back(before[-1]) else -1
             together = f"{' '.join(before[begins:])}\n{last}"[-LONGEST:]
-            searches.insert(0 if refers_back else 1, together)
+            searches.insert(0 if refers_back(last) else 1, together)
             # "How old is he?" alone would be answered with anyone's age.
             if has_pronoun(last):
                 searches = [together]
@@ -111,6 +110,22 @@ class Tools:
             return shortened("-".join(call[3].strip()), tokenizer, room)
         passage = self.find(expression)
         return shortened(passage.text, tokenizer, room) if passage else NOTHING
+
+
+@lru_cache(256)
+def found_by(library: Library, query: str, text: str) -> Passage | None:
+    """What `find` returns. An answer asks up to three times: before its call, for its result and for its place."""
+    try:
+        return getattr(library, query)(text)
+    except SearchFailed as error:
+        return Passage(str(error), str(error), library.path.name)
+
+
+def question_in(text: str) -> str:
+    """The last paragraph with a question mark, or else the last: a system message stands before the first question."""
+    paragraphs = text.split("\n\n")
+    asking = [paragraph for paragraph in paragraphs if re.search("[?？؟]", paragraph)]
+    return (asking or paragraphs)[-1].replace("\n", " ")
 
 
 def open_tools(library: str | None, copying: bool = True) -> Tools:
@@ -137,4 +152,5 @@ def shortened(text: str, tokenizer: Tokenizer, size: int) -> str:
     for end in reversed(sentence_ends(text)):
         if len(tokenizer.encode(text[:end])) <= size:
             return text[:end]
-    return tokenizer.decode(tokenizer.encode(text)[:size]).rstrip("\ufffd")
+    text = tokenizer.decode(tokenizer.encode(text)[:size]).rstrip("\ufffd")
+    return text.rpartition(" ")[0] or text

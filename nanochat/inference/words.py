@@ -108,6 +108,11 @@ def has_pronoun(question: str) -> bool:
     return bool(PRONOUN.search(normal_form(question)))
 
 
+def refers_back(question: str) -> bool:
+    """Whether a question goes on from the one before."""
+    return has_pronoun(question) or begins_back(question)
+
+
 def begins_back(sentence: str) -> bool:
     """Whether a sentence or question begins with a word that needs the one before it: "And the rear tyre?"."""
     return bool(BEGINNING.match(normal_form(sentence)))
