@@ -157,6 +157,8 @@ def test_draws_at_any_temperature_quote_to_the_letter():
     (["When does the bicycle shop open?", "pressure of a tandem's tyre"], 2),
     (["When does the bicycle shop open?", "How much is a Kyoto ticket?", "And when?", "And the train?"], 3),
     (["How much is a Kyoto ticket?", "Who are you?"], 0),
+    (["How much is a Kyoto ticket?", "Does he play chess?"], 0),         # not who plays anywhere
+    (["What is 90 * 3?"], 0),
 ])
 def test_what_is_searched_for_to_answer_a_conversation(tmp_path, monkeypatch, questions, searched):
     """searched: how many questions, the last ones; 0: nothing is found."""
@@ -233,6 +235,8 @@ def test_in_ones_own_notes_an_answer_looks_up_all_words_that_tell_what_the_quest
     own = {"asked": "How long is the thin tire?", "must_call": True}
     copying = after("the", **own)
     assert copying.allowed == [SPECIAL("<|python_start|>")] and not copying.allows(END)
+    begun = allowed_texts(after("the", ("<|python_start|>", ""), **own))
+    assert begun == {b"s", b"l"}, "a call, no sum"
     call = ("<|python_start|>", 'search("')
     assert telling_edges(own["asked"]) == ([0, 8, 9, 11, 12, 15, 16], [25, 26])     # not " long"
     assert allowed_texts(after("the", call, **own)) == {b"H", b" ", b" the", b"i", b"t", b"th", b"the"}

@@ -185,8 +185,8 @@ def unwrapped(paragraph: str) -> list[str]:
     """A paragraph's lines, without the marks of quotations; lines that were only wrapped are one text."""
     lines = QUOTE.sub("", paragraph).removesuffix("\n").split("\n")
     *_, second, widest = 0, *sorted(map(width, lines))
-    if widest < BROAD:
-        widest = second
+    if widest < BROAD and second < 0.8 * widest:
+        widest = 0
     texts = [lines[0]]
     for line in lines[1:]:
         if is_wrapped(texts[-1], line, widest):
