@@ -38,7 +38,9 @@ ENOUGH = 0.5
 LAST = 0.1
 # A stem weighs as much if at most every second passage has it.
 RARE = math.log(3)
-MOST_NAMED = 1000  # a name that more passages have tells little, and finding its files takes long
+# The share of a stem's weight by which a passage loses if only other files have it.
+ELSEWHERE = 0.3
+MOST_PLACES = 1000  # a stem that more passages have tells little about a file, and finding its files takes long
 # A word after the first may be a name, if it begins with a capital letter. A call's text begins with a blank if there
 # are words before it.
 NAME = re.compile(r"(?<=\s)[^\W\d_]\w*")
@@ -172,9 +174,8 @@ class Library:
         rare = [stem for stem in rarest if weights[stem] >= RARE]
         if weight_in(set(rare)) >= (1 - ENOUGH) * total:
             rarest = rare
-        files = self.files_with_names(line, weights)
-        if files is None:
-            files = self.files_with_names(question, weights)
+        files = self.files_of(weights.keys() - common, weights) if self.is_own else {}
+        names = self.stems(names_in(line) or names_in(question))
         ranking = []
         rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""')
         for title, text, place, *columns, score in rows:
@@ -184,10 +185,14 @@ class Library:
             # words count more; between equal matches, a shorter one is better.
             in_all = weight_in(found)
             score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(columns[1].split())
-            is_enough = in_all + LAST * weight_in(last & found) > ENOUGH * total and (not asked or asked & found)
+            # A note about house insurance does not answer what car insurance costs if other notes are about cars; and
+            # what is said of someone else never answers "How old is Marek?" if the library knows a Marek.
+            elsewhere = {stem for stem, having in files.items() if stem not in found and file_of(place) not in having}
+            weight = in_all - ELSEWHERE * weight_in(elsewhere) + LAST * weight_in(last & found)
+            is_enough = weight > ENOUGH * total and (not asked or asked & found) and not elsewhere & names
             # A note's passage of nothing but words of the question, such as a link, says nothing about them.
             is_link = self.is_own and sentence | rest <= weights.keys()
-            if is_enough and not is_link and (files is None or file_of(place) in files):
+            if is_enough and not is_link:
                 ranking.append((score, about, title, text, place))
         if not ranking:
             return None
@@ -210,18 +215,14 @@ class Library:
             start = end + text[end : end + 1].isspace()
         return passage_of(title, text, place, chosen)
 
-    def files_with_names(self, line: str, weights: dict[str, float]) -> set[str] | None:
-        """
-        The files that have all names of a question, of those that the library has; None: no names. What another file
-        says about a parrot's age does not answer "How old is Marek?" if the library knows a Marek.
-        """
-        files = None
-        names = " ".join(name for name in NAME.findall(line) if name[0].isupper())
-        for stem in self.stems(words(names)):
-            if weights.get(stem, 0) >= max(RARE, math.log(1 + self.passages / MOST_NAMED)):
+    def files_of(self, asked: Set[str], weights: dict[str, float]) -> dict[str, set[str]]:
+        """The files that have each of these stems, of those that the library has, but not too often."""
+        files = {}
+        for stem in asked:
+            if weights[stem] >= max(RARE, math.log(1 + self.passages / MOST_PLACES)):
                 having = {file_of(place) for place, in self.query(PLACES, stem)}
                 if having:
-                    files = having if files is None else files & having
+                    files[stem] = having
         return files
 
     def stems(self, words: list[str]) -> set[str]:
@@ -284,6 +285,11 @@ def passage_of(title: str, text: str, place: str, start: int = 0) -> Passage:
         file, _, line = place.rpartition(":")
         place = f"{file}:{int(line) + lines}"
     return Passage(title, text + fence + code, place, before)
+
+
+def names_in(text: str) -> list[str]:
+    """The words that may be names."""
+    return words(" ".join(name for name in NAME.findall(text) if name[0].isupper()))
 
 
 def library_path(name: str) -> Path:
