@@ -14,7 +14,8 @@ chat="" folder="" library="" depth=2 stages=cpu plan="" choose="" wandb=""
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;; --full) depth=4 ;; --rehearse) stages=rehearsal ;; --run=?*) wandb=$argument ;;
-        --plan=?*) plan=${argument#*=} ;; --price=?* | --hours=?* | --depth=?*) choose+=" $argument" ;;
+        --plan=[1-9]*[,x]?*) plan=${argument#*=} ;;
+        --price=?* | --hours=*[1-9]* | --depth=?*) choose+=" $argument" ;;
         --folder=?*) folder=${argument#*=} folder=${folder/#\~/$HOME}
             [[ $folder == /* ]] || folder=$PWD/$folder  # a relative path begins where you are
             # The library is called after the folder or file; "python" is Python's own.
@@ -22,7 +23,8 @@ for argument in "$@"; do
             library=${library##*/} library=${library//[^[:alnum:]_-]/-} library=${library/#[Pp]ython/my-python}
             [ -e "$folder" ] || { echo "error: no folder $folder: expected .txt, .md, … files" >&2; exit 2; } ;;
         -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
-        *) echo "error: $argument: expected one of those that bash speedrun.sh --help shows" >&2; exit 2 ;;
+        *) echo "error: $argument: expected one of those that bash speedrun.sh --help shows, such as --hours=2 or" \
+            "--plan=8,H100" >&2; exit 2 ;;
     esac
 done
 cd "$(dirname "$0")"
@@ -32,10 +34,13 @@ case $(nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2
 esac
 . ./setup.sh "$extra${extra:+${wandb:+,wandb}}"
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
-[ -z "$plan" ] || { NANOCHAT_BASE_DIR=$(mktemp -d); trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
+[ -z "$plan" ] || {  # shown by one cat at the end: its reader, such as head, may leave early
+    NANOCHAT_BASE_DIR=$(mktemp -d); exec 3>&1 >"$NANOCHAT_BASE_DIR/plan"
+    trap 'cat "$NANOCHAT_BASE_DIR/plan" >&3 || :; rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
 once() { python -m scripts.once ${plan:+--show} "$@"; }  # not again what is done; a plan only shows it
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-[ "$gpus$plan" != 0 ] || [ -z "$choose$wandb" ] || { echo "error:$choose $wandb: there is no GPU here" >&2; exit 2; }
+[ "$gpus$plan" != 0 ] || [ -z "$choose$wandb" ] || {
+    echo "error:$choose${wandb:+ $wandb}: there is no GPU here; --plan=1,H100 shows what one would do" >&2; exit 2; }
 [ "$gpus$plan" != 0 ] || { . runs/$stages.sh; exit; }
 
 # ---- What fits here, or on the planned GPUs, and ends in the hours. Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4

@@ -11,7 +11,7 @@ from configurator import configure
 # ---- Machine
 gpus = 0                    # [0..] GPUs to rent; 0: this machine's
 gpu = ""                    # which, as in nanochat/runtime/gpus.toml: H100; perhaps with its GB: A100,40
-price = 2.5                 # [0..] dollars per GPU and hour; a guess of November 2026 for an H100
+price = 0.0                 # [0..] dollars per GPU and hour; 0: as guessed in nanochat/runtime/gpus.toml
 gpus_per_node = 8           # [1..] GPUs on each host
 link = "nvlink4"            # between GPUs of a host: a name in nanochat/plan/links.toml
 between = "ndr"             # between hosts, for each GPU
@@ -21,7 +21,7 @@ depth = -1                  # [-1, 1..] layers; -1: chosen. On a CPU always its 
 arch = "modern"             # architecture, as in base_train
 vocab_size = 32768          # [1..] tokens
 max_seq_len = 2048          # [1..] tokens per row
-device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: 8
+device_batch_size = 8       # [1..] rows per rank and micro-step
 total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen as in base_train
 target_param_data_ratio = 8.0  # [>0] training tokens per parameter of matrices and head
 # ---- For speedrun.sh
@@ -102,6 +102,7 @@ if not gpus:
 
 # ---- GPUs
 kind = gpu_here(device) if here else datasheet_gpu(gpu)
+price = price or kind.price
 
 # ---- One model on GPUs to rent: ZeRO's stages, each over a host and over all ranks; then the fastest that fits
 if depth > 0 and not here and not file:
@@ -112,17 +113,16 @@ if depth > 0 and not here and not file:
         raise UserError(f"gpus={gpus} must be a multiple of gpus_per_node={gpus_per_node}, or fewer")
     config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch)
     cluster = Cluster(gpus, min(gpus, gpus_per_node), LINKS[link], LINKS[between])
-    rows = device_batch_size if device_batch_size > 0 else 8
-    run = pretraining(config, gpus, rows, target_param_data_ratio, total_batch_size)
+    run = pretraining(config, gpus, device_batch_size, target_param_data_ratio, total_batch_size)
     flops = run.total_batch_size * shaped(config).estimate_flops() / gpus  # of a GPU in a step
-    step = step_time(config, rows, run.micro_steps, gpus, kind)
+    step = step_time(config, device_batch_size, run.micro_steps, gpus, kind)
     rate = flops / (step.seconds - step.muon)
     print(f"{run.steps:,} steps of {run.total_batch_size:,} tokens in {run.micro_steps} micro-step(s); "
           f"passes reach {rate / kind.peak:.0%} MFU")
-    layouts = [Layout(0, 1, rows, run.micro_steps)]
+    layouts = [Layout(0, 1, device_batch_size, run.micro_steps)]
     for zero_stage in (1, 2, 3):
         for shards in sorted({cluster.per_host, gpus}):
-            layouts.append(Layout(zero_stage, shards, rows, run.micro_steps))
+            layouts.append(Layout(zero_stage, shards, device_batch_size, run.micro_steps))
     best = fastest_layout(config, cluster, rate, kind.dtype, run.total_batch_size, kind.memory * GIB)
     if best:
         layouts.append(best[0])
@@ -182,4 +182,5 @@ else:
     print(line)
 print(described(choice, ranks, gpus, kind, price))
 if not here:
-    print(f"\nEvery depth that fits:\n{every_depth(ranks, gpus, kind, price, rows_that_fit)}")
+    print("\nEvery depth that fits into memory, with all of reinforcement learning:\n"
+          f"{every_depth(ranks, gpus, kind, price, rows_that_fit)}")

@@ -83,25 +83,21 @@ def plan(*settings: str) -> str:
     return printed.getvalue()
 
 
-# Dollars per hour: guesses of November 2026.
-PRICES = {"H100": 2.5, "A100,80": 1.5, "A100,40": 1.2, "RTX PRO 6000": 1.2, "RTX A6000": 0.5, "RTX 4090": 0.4,
-          "RTX 3090": 0.25, "L4": 0.5, "V100": 0.3, "T4": 0.2}
-
-
 def one_gpu() -> str:
     lines = []
-    for name, price in PRICES.items():
-        line = [name, f"{price:.2f}"]
+    for name in ("H100", "A100,80", "A100,40", "RTX PRO 6000", "RTX A6000", "RTX 4090", "RTX 3090", "L4", "V100", "T4"):
+        line = [name, f"{datasheet_gpu(name).price:.2f}"]
         for hours in (1, 2, 4):
-            printed = plan("--gpus=1", f"--gpu={name}", f"--price={price}", f"--hours={hours}")
-            too_long = re.search(r"it takes up to ([\d.]+)", printed)
+            printed = plan("--gpus=1", f"--gpu={name}", f"--hours={hours}")
+            too_long = re.search(r"takes up to ([\d.]+)", printed)
             if too_long:
                 line.append(f"({too_long[1]})")
                 continue
             depth, steps = re.findall(r"DEPTH=(\d+) .* RL=(\d+)", printed)[0]
             least, most = re.findall(r"in all ([\d.]+) to ([\d.]+) hours", printed)[0]
+            dollars = re.findall(r"cost .* to (\S+)", printed)[0]
             no_rl = "*" if steps == "0" else ""
-            line.append(f"{depth}{no_rl}: {least}–{most}, ${float(most) * price:.2f}")
+            line.append(f"{depth}{no_rl}: {least}–{most}, {dollars}")
         lines.append(line)
     return markdown_table(["GPU", "$ an hour", "`--hours=1`", "`--hours=2`", "`--hours=4`"], lines, range(5))
 

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from conftest import run_module
-from page_formulas import PUBLISHED
+from page_formulas import PUBLISHED, plan
 
 import nanochat.plan.step_trial
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
@@ -174,6 +174,7 @@ def test_a_gpu_is_found_by_the_names_that_people_and_cuda_write():
     # torch reports less memory than is printed on the box.
     assert [find_gpu("NVIDIA A100-SXM4", memory).bandwidth for memory in (79.1, 39.4)] == [2.039e12, 1.555e12]
     assert find_gpu("NVIDIA RTX A4000") is None
+    assert "cost $? for" in plan("--gpus=1", "--gpu=L40S"), "its price is not known"
 
 
 def test_a_mac_trains_on_its_cpu_unless_asked(monkeypatch):

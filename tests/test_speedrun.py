@@ -264,7 +264,8 @@ def test_every_machine_has_the_same_steps_in_the_same_order():
 @pytest.mark.parametrize("argument, code, words", [
     ("--help", 0, "--plan=8,H100,80 --price=2.5  # only shows"), ("-h", 0, "--rehearse     # every stage"),
     ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "/tests-of-none"),
-    ("--plan", 2, "--plan: expected"), ("--run=", 2, "--run=: expected"), ("--chatt", 2, "--chatt: expected")])
+    ("--plan", 2, "--plan: expected"), ("--run=", 2, "--run=: expected"), ("--hours=0", 2, "=0: expected"),
+    ("--plan=1", 2, "--plan=8,H100"), ("--plan=H100", 2, "--plan=8,H100"), ("--chatt", 2, "--chatt: expected")])
 def test_an_argument_is_answered_before_anything_is_made(tmp_path, argument, code, words):
     stand_in(tmp_path, 0, "")
     done = bash(tmp_path, "speedrun.sh", argument)
@@ -306,12 +307,13 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
              for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80", "1,RTX-4090,24")]
     shown, *spelled, six, one = [plan.replace("h100", "H100") for plan in plans]
     assert spelled == [shown] * 2 and not any(base_folder.iterdir())
-    for plan, words in ((shown, ("cost $53 to $68 for 8 GPU(s) at $3 ", "in all 2.2 to 2.8 hours ")),
-                        (six, ("cost $63 to $80 for 6 GPU(s) at $3 ", "2 of 6 GPUs stand idle: rent 4\n")),
+    for plan, words in ((shown, ("cost $53 to $68 for 8 GPU(s) at $3", "in all 2.2 to 2.8 hours ")),
+                        (six, ("cost $63 to $80 for 6 GPU(s) at $3", "2 of 6 GPUs stand idle: rent 4\n")),
                         (six, ("disk 240 GiB; downloads 11 GB of text",)), (one, (" --depth=16 ", "=8 --save_every"))):
         assert [word for word in words if word not in plan] == [], plan
     assert "stand idle" not in shown and shown.count("--run=mine") == 4
 
+    assert bash(REPO, "-c", "bash speedrun.sh --plan=1,H100 | true", **no_venv()).stderr == ""
     assert problems(shown, REPO) == []
     commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown, re.M)
     stages = "base_train base_eval mid_train chat_eval chat_sft chat_eval chat_rl chat_eval"
@@ -388,14 +390,16 @@ def test_all_stages_end_in_the_hours(choose, tmp_path):
         assert f" to {end[depth, steps]:.1f} hours with the other stages" in printed
         assert choose(gpus=1, peak=1e12)[0] == line
         (tmp_path / "gpus").unlink()
-    with pytest.raises(UserError, match="depth 14 ends .* up to 2.4"):
+    with pytest.raises(UserError, match="depth 14 takes up to 2.4 hours"):
         choose("--hours=2", "--depth=14", gpus=1)
+    with pytest.raises(UserError, match="depth 14 takes up to 3"):  # with activations computed twice
+        choose("--hours=2.5", "--depth=14", gpus=1, rows=lambda _, checkpointing: 2 * checkpointing)
 
 
 def test_a_machine_that_is_too_small_is_refused(choose, base_folder, tmp_path):
     with pytest.raises(UserError, match="240 GiB of disk, and 239.0 are free"):
         choose(gpus=8, free_gib=239)
-    with pytest.raises(UserError, match="not even depth 12 fits"):
+    with pytest.raises(UserError, match="depth 12 does not fit"):
         choose(gpus=8, rows=lambda *_: 0)
     assert not (tmp_path / "gpus").exists()
     (tmp_path / "gpus").write_text("RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125\n")

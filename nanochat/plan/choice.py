@@ -94,8 +94,11 @@ class Cost(NamedTuple):
     mfu: float
 
     def dollars(self, gpus: int, price: float) -> str:
-        """For all rented GPUs, also the idle ones."""
-        return f"${self.least * gpus * price:.0f} to ${self.most * gpus * price:.0f}"
+        """For all rented GPUs, also the idle ones; below $10 with cents. price 0: unknown."""
+        if not price:
+            return "$?"
+        digits = 0 if self.most * gpus * price >= 10 else 2
+        return f"${self.least * gpus * price:.{digits}f} to ${self.most * gpus * price:.{digits}f}"
 
 
 def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
@@ -147,21 +150,23 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float =
     if depth > 0:
         sizes = [depth]
     for size in sizes:
-        quickest = Choice(size, most, False)
-        is_long = not hours and size > sizes[-1] and cost(quickest, ranks, gpu).hours > MAX_HOURS
-        if is_long or not with_rl(quickest):
+        choice = Choice(size, most, False)  # the quickest
+        is_long = not hours and size > sizes[-1] and cost(choice, ranks, gpu).hours > MAX_HOURS
+        if is_long or not with_rl(choice):
             continue
         rows = rows_that_fit(most, size, False)
         recompute = rows < 4
         if recompute:
             rows = rows_that_fit(most, size, True)
-        if rows and (choice := with_rl(Choice(size, rows, recompute))):
-            return choice
-    takes = cost(Choice(size, most, False, 0), ranks, gpu).most
-    if takes > hours > 0:
-        raise UserError(f"hours={hours:g}: not even depth {size} ends in that time: it takes up to {takes:.1f} on "
-                        f"{ranks} x {gpu.name}")
-    raise UserError(f"not even depth {size} fits into this GPU's memory: use more or larger GPUs")
+        choice = Choice(size, rows, recompute)
+        if rows and (in_time := with_rl(choice)):
+            return in_time
+    if choice.rows:
+        takes = cost(choice._replace(rl_steps=0), ranks, gpu).most
+        raise UserError(f"hours={hours:g}: depth {size} takes up to {takes:.1f} hours on {ranks} x {gpu.name}, even "
+                        f"without reinforcement learning; the smallest depth is {min(SIZES)}")
+    raise UserError(f"depth {size} does not fit into this GPU's memory: use more or larger GPUs, or --depth=… from "
+                    f"{min(SIZES)} on")
 
 
 def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> str:
@@ -176,11 +181,11 @@ def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> 
         f"{SLOWER * whole.hours:.2f} hours, at best {whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a "
         "run that shows less than half in ten steps\n"
         f"in all {whole.least:.1f} to {whole.most:.1f} hours with the other stages, downloads and evaluations\n"
-        f"cost {whole.dollars(gpus, price)} for {gpus} GPU(s) at ${price:g} per GPU and hour (--price=…)\n"
+        f"cost {whole.dollars(gpus, price)} for {gpus} GPU(s) at ${price or '?'} per GPU and hour (--price=…)\n"
         f"disk {disk(choice.depth)} GiB; downloads {SIZES[choice.depth].shards * SHARD / 1e9:.0f} GB of text, 8 of "
         "software and tasks")
     if choice.rl_steps < max(RL_STEPS):
-        text += f"\ntime for {choice.rl_steps} of {max(RL_STEPS)} steps of reinforcement learning; 0: it is left out"
+        text += f"\nthere is time for {choice.rl_steps or 'none'} of {max(RL_STEPS)} steps of reinforcement learning"
     if gpu.dtype == torch.float32:
         text += f"\na {gpu.name} has no bfloat16: it trains in float32, at {gpu.peak / 1e12:g} TFLOP/s"
     if ranks < gpus:

@@ -18,6 +18,7 @@ class Gpu(NamedTuple):
     bandwidth: float    # bytes/s of its memory
     memory: float       # GB
     bfloat16: bool = True  # whether that is the dtype in which it trains (`compute_dtype`), or float32
+    price: float = 0    # dollars per hour, guessed; 0: unknown
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,7 +48,7 @@ def datasheet_gpu(text: str) -> Gpu:
     name, _, memory = text.partition(",")
     gpu = find_gpu(name, float(memory)) if memory.isdecimal() else find_gpu(text)
     if gpu is None:
-        names = "; ".join(f"{gpu.name},{gpu.memory:g}" for gpu in GPUS)
+        names = "; ".join(f"{gpu.name.replace(' ', '')},{gpu.memory:g}" for gpu in GPUS)
         raise UserError(f"gpu={text}: expected one of {names}")
     return gpu
 
