@@ -76,10 +76,11 @@ class Drawn(Task):
     as an earlier one. A problem is drawn when an index first needs it; for one thread at a time.
     """
     eval_type = "generative"
+    sizes: dict[str, int]   # conversations of each split
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self.size = size
+    def __init__(self, argument: str, split: str) -> None:
+        self.name = f"{type(self).__name__} {argument}".rstrip()
+        self.split = split
         self.candidates = map(self.draw, itertools.count())
         self.texts: set[str] = set()
         self.problems: list[tuple] = []
@@ -88,7 +89,7 @@ class Drawn(Task):
         raise NotImplementedError
 
     def __len__(self) -> int:
-        return self.size
+        return self.sizes[self.split]
 
     def problem(self, index: int) -> tuple:
         while index >= len(self.problems):
