@@ -1,7 +1,9 @@
 """What the web server and an engine tell each other, and errors as clients see them."""
 import asyncio
+import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -11,6 +13,8 @@ from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.sampling import SamplingParams
 
 Json = dict[str, Any]
+# Names of OpenAI's interface and of JSON schemas; interface.toml says what each is for.
+TABLES = tomllib.loads(Path(__file__).with_name("interface.toml").read_text(encoding="utf-8"))
 
 
 class ApiError(HTTPException):
