@@ -7,7 +7,6 @@ special tokens; theirs may. The chat template prevents that with characters that
 """
 import json
 import math
-import tomllib
 from pathlib import Path
 
 import tokenizers
@@ -15,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer, byte_alphabet
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import read_toml
 
 # Noncharacters, which Unicode keeps for such internal use: the template writes them, the tokenizer removes them.
 GUARD = "\ufdd0\ufdd1"  # between "<" and "|", so that no text spells a special token: removed before the merges
@@ -22,7 +22,7 @@ SEAM = "\ufdd0\ufdd2"   # between two parts of text: removed as well, but nothin
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")  # has these two names as placeholders
 
 # transformers.toml says what each of these tables is for.
-TABLES = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
+TABLES = read_toml("hf/transformers.toml")
 PROBES = [*TABLES["probes"], "=" * 70, " " * 300 + "a"]
 
 

@@ -1,9 +1,7 @@
 """What the web server and an engine tell each other, and errors as clients see them."""
 import asyncio
-import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -11,10 +9,11 @@ from starlette.exceptions import HTTPException
 from nanochat.inference.engine import FinishReason
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.sampling import SamplingParams
+from nanochat.runtime.files import read_toml
 
 Json = dict[str, Any]
 # Names of OpenAI's interface and of JSON schemas; interface.toml says what each is for.
-TABLES = tomllib.loads(Path(__file__).with_name("interface.toml").read_text(encoding="utf-8"))
+TABLES = read_toml("serve/interface.toml")
 
 
 class ApiError(HTTPException):

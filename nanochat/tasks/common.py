@@ -4,16 +4,15 @@ import hashlib
 import itertools
 import random
 import re
-import tomllib
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.task import Slice, Task
+from nanochat.runtime.files import read_toml
 
 
 class Mixture(Task):
@@ -110,7 +109,7 @@ def read_texts(task: str) -> dict[str, Any]:
     where {A} and {B} are names. In lookup.toml a slot without a given word draws a new one each time.
     " | " separates a question from what it asks for.
     """
-    return tomllib.loads(Path(__file__).with_name(f"{task}.toml").read_text(encoding="utf-8"))
+    return read_toml(f"tasks/{task}.toml")
 
 
 def lines_of(table: dict[str, str]) -> dict[str, list[str]]:
