@@ -14,17 +14,16 @@ that answers them has combined a fact that it knows with a phrasing that it know
 import hashlib
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 from nanochat.data.shard_reader import iter_texts, load_manifest
 from nanochat.data.stable_random import StableRandom
+from nanochat.runtime.files import read_toml
 
-DATA = tomllib.loads(Path(__file__).with_name("tinyworld.toml").read_text(encoding="utf-8"))
+DATA = read_toml("corpus/tinyworld.toml")
 FACT_TOPICS = tuple(dict.fromkeys(relation["topic"] for relation in DATA["relations"]))
 TOPICS = (*FACT_TOPICS, "stories", "conversations")
 LENGTHS = {**dict.fromkeys(FACT_TOPICS, (3, 7)), "stories": (5, 8), "conversations": (4, 7)}  # sentences, uniform

@@ -122,12 +122,10 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_las
     continue_last it stays, and the assistant continues it.
     """
     turns = turns_of(conversation["messages"])
-    answer = ""
-    if turns[-1]["role"] == "assistant":
-        last = turns.pop()
-        if continue_last:
-            answer = last["content"]
-    turns.append({"role": "assistant", "content": answer})
+    if turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": ""})
+    elif not continue_last:
+        turns[-1]["content"] = ""
     ids = render(tokenizer, {"messages": turns}).ids
     # Without <|assistant_end|>: the assistant continues.
     return ids[:-1]

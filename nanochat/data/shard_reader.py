@@ -71,8 +71,8 @@ def shard_texts(path: Path) -> Iterator[str]:
                     # The hub's shards contain some nulls.
                     yield text or ""
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        advice = "delete it and make the data set again (python -m scripts.dataset --source=…)"
-        raise UserError(f"{path} cannot be read ({first_line(error)}); {advice}") from error
+        raise UserError(f"{path} cannot be read ({first_line(error)}); delete it and make the data set again "
+                        "(python -m scripts.dataset --source=…)") from error
 
 
 def iter_texts(name: str, split: str) -> Iterator[str]:

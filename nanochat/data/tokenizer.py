@@ -154,7 +154,8 @@ def tokenizer_dir(name: str) -> Path:
 
 def get_tokenizer(name: str) -> Tokenizer:
     """The tokenizer trained on this data source. UserError if there is none or it cannot be used."""
-    if not (tokenizer_dir(name) / FILE_NAME).is_file():
-        raise UserError(f"no tokenizer for data {name!r} in {tokenizer_dir(name)}; "
+    folder = tokenizer_dir(name)
+    if not (folder / FILE_NAME).is_file():
+        raise UserError(f"no tokenizer for data {name!r} in {folder}; "
                         f"make one: python -m scripts.tok_train --data={name}")
-    return Tokenizer.load(tokenizer_dir(name))
+    return Tokenizer.load(folder)

@@ -1,14 +1,9 @@
 """The model card of an exported folder: what the model is, and how to use it."""
 
 from nanochat.hf.model_files import is_modern
+from nanochat.hf.tokenizer_files import TABLES
 from nanochat.model.gpt_config import GPTConfig
 
-STAGE_NAMES = {
-    "base": "a base model: it continues a text",
-    "mid": "a chat model after mid-training",
-    "sft": "a chat model after fine-tuning",
-    "rl": "a chat model after reinforcement learning",
-}
 CODE = """\
 transformers has no class for this architecture. The folder brings the code of the model, which \
 `trust_remote_code=True` runs, as in `AutoModelForCausalLM.from_pretrained("this folder", trust_remote_code=True)`; \
@@ -48,7 +43,7 @@ tags:
 
 # {model_tag}, {source}
 
-Step {meta["step"]:,} of {STAGE_NAMES[source]}{trained}. {parameters:,} parameters: {config.n_layer} layers of \
+Step {meta["step"]:,} of {TABLES['stages'][source]}{trained}. {parameters:,} parameters: {config.n_layer} layers of \
 width {config.n_embd}, {config.n_head} heads, {config.n_kv_head} key heads, {config.vocab_size:,} tokens; rows of up \
 to {config.sequence_len:,} tokens.
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.hf.tokenizer_files import from_hf, write_json, write_tokenizer
+from nanochat.hf.tokenizer_files import TABLES, from_hf, write_json, write_tokenizer
 from nanochat.model.gpt import NORM_EPS, parameter_shapes
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.errors import UserError
@@ -29,40 +29,17 @@ from nanochat.training.saving import write_tensors
 
 MODELING = Path(__file__).with_name("modeling_nanochat.py")
 OUR_IMPORT = re.compile(r"^from nanochat\.(\w+)\.(\w+) import", re.MULTILINE)
-MODERN = "nanochat_modern"
-AUTO_MAP = {
-    "AutoConfig": "modeling_nanochat.NanoChatModernConfig",
-    "AutoModelForCausalLM": "modeling_nanochat.NanoChatModernForCausalLM",
-}
+CONFIG = TABLES["config"]
+MODERN = TABLES["modern"]
 # The checkpoint's step in config.json, which an import restores.
 STEP = "nanochat_step"
 WITH_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")
-# Our names of parameters, and theirs.
-NAMES = {
-    "transformer.wte.": "model.embed_tokens.",
-    "transformer.h.": "model.layers.",
-    "attn.c_q.": "self_attn.q_proj.",
-    "attn.c_k.": "self_attn.k_proj.",
-    "attn.c_v.": "self_attn.v_proj.",
-    "attn.c_proj.": "self_attn.o_proj.",
-    "mlp.c_fc.": "mlp.fc1.",
-    "mlp.c_proj.": "mlp.fc2.",
-}
-# Our names of the configuration's fields, and theirs.
-CONFIG = {
-    "sequence_len": "max_position_embeddings",
-    "vocab_size": "vocab_size",
-    "n_layer": "num_hidden_layers",
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
-    "softcap": "final_logit_softcapping",
-}
 # All fields of a configuration, with the values of a classic model.
 OURS = {f.name: f.default for f in fields(GPTConfig)}
 # Fields beside CONFIG that a classic model can have: config.json has the base of the rotation, and the other two matter
 # only when weights are initialised.
-EXPRESSED = ("rope_theta", "embedding_std", "fc_scale")
+EXPRESSED = {"rope_theta", "embedding_std", "fc_scale"}
+
 
 class Imported(NamedTuple):
     """A model read from a folder of any format, under our names; dtypes and rows of the vocabulary are the folder's."""
@@ -75,7 +52,7 @@ class Imported(NamedTuple):
 
 def is_modern(config: GPTConfig) -> bool:
     """Whether a model has pieces that NanoChatForCausalLM does not have."""
-    pieces = OURS.keys() - CONFIG.keys() - set(EXPRESSED)
+    pieces = OURS.keys() - CONFIG.keys() - EXPRESSED
     return any(getattr(config, name) != OURS[name] for name in pieces)
 
 
@@ -83,7 +60,7 @@ def their_name(name: str, config: GPTConfig) -> str:
     """The name of one of our parameters in transformers."""
     if is_modern(config):
         return f"gpt.{name}"
-    for ours, theirs in NAMES.items():
+    for ours, theirs in TABLES["parameters"].items():
         name = name.replace(ours, theirs)
     return name
 
@@ -91,14 +68,9 @@ def their_name(name: str, config: GPTConfig) -> str:
 def their_config(config: GPTConfig) -> dict:
     """The entries of config.json that describe the mathematics of a model."""
     if is_modern(config):
-        architectures = ["NanoChatModernForCausalLM"]
-        return {"model_type": MODERN, "architectures": architectures, "auto_map": AUTO_MAP, "gpt": vars(config)}
+        return MODERN | {"gpt": vars(config)}
     same = {theirs: getattr(config, ours) for ours, theirs in CONFIG.items()}
-    return same | {
-        "model_type": "nanochat",
-        "hidden_act": "relu2",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
+    return same | TABLES["classic"] | {
         "final_logit_softcapping": config.softcap or None,
         "intermediate_size": 4 * config.n_embd,
         "head_dim": config.head_dim,
@@ -178,10 +150,11 @@ def read_folder(folder: Path) -> Imported:
 def our_config(there: dict, path: Path) -> GPTConfig:
     """The way back from `their_config`. UserError for a model with other mathematics."""
     kind = there.get("model_type")
-    if kind == MODERN:
+    if kind == MODERN["model_type"]:
         return to_config(there.get("gpt", {}), path)
     if kind != "nanochat":
-        raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, or {MODERN!r}")
+        raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, "
+                        f"or {MODERN['model_type']!r}")
     # Softcap and rotary base may be left out: GPTConfig has the same defaults as NanoChatConfig.
     same = {ours: there[theirs] for ours, theirs in CONFIG.items() if theirs in there}
     rope = there.get("rope_parameters")

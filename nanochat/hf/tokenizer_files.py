@@ -14,18 +14,16 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer, byte_alphabet
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import read_toml
 
 # Noncharacters, which Unicode keeps for such internal use: the template writes them, the tokenizer removes them.
 GUARD = "\ufdd0\ufdd1"  # between "<" and "|", so that no text spells a special token: removed before the merges
 SEAM = "\ufdd0\ufdd2"   # between two parts of text: removed as well, but nothing is merged across it
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")  # has these two names as placeholders
 
-# Every imported tokenizer is tried on these texts, on which encoders of this kind are known to differ.
-PROBES = (
-    "", " ", "  a", "\r\n\r\n x\n", "\t\t\n  \n", "I'm YOU'LL we've 'ſ", "x1234567890 3.14",
-    "a_b.c(d);\n\n\tif __x__:", "naïve café, e\u0301 हिन्दी", "日本語のテキスト。", "العربية ١٢٣", "🙂👩‍👩‍👧‍👦🏴",
-    "\u00a0\u2003\u200b\ufeff", "\x00\x01\x7f", "½²Ⅷ௧", "=" * 70, " " * 300 + "a",
-)
+# transformers.toml says what each of these tables is for.
+TABLES = read_toml("hf/transformers.toml")
+PROBES = [*TABLES["probes"], "=" * 70, " " * 300 + "a"]
 
 
 # ---- Export
@@ -33,17 +31,7 @@ PROBES = (
 def write_tokenizer(tokenizer: Tokenizer, sequence_len: int, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template."""
     to_hf(tokenizer).save(str(folder / "tokenizer.json"))
-    # Padding is <|bos|>, which is never a target: trainers leave padding out of the loss, and with <|assistant_end|>
-    # they would leave out the end of every answer.
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": sequence_len,
-        "clean_up_tokenization_spaces": False,
-        "bos_token": "<|bos|>",
-        "eos_token": "<|assistant_end|>",
-        "pad_token": "<|bos|>",
-    }
-    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", TABLES["tokenizer"] | {"model_max_length": sequence_len})
     template = CHAT_TEMPLATE.read_text(encoding="utf-8").replace("GUARD", GUARD).replace("SEAM", SEAM)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 

@@ -11,11 +11,11 @@ pages in six languages this finds more than endings by language or Snowball's st
 also found by its parts. In scripts without blanks each pair of characters is a word, and so is each Chinese character.
 """
 import re
-import tomllib
 import unicodedata
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
+
+from nanochat.runtime.files import read_toml
 
 LETTERS = 5
 # Scripts without blanks between words; and Korean, whose particles are joined to their words.
@@ -131,7 +131,7 @@ def phrases(key: str) -> str:
     return "|".join(one if one >= UNSPACED[0] else rf"\b{one}\b" for one in longest)
 
 
-LANGUAGES = tomllib.loads(Path(__file__).with_name("languages.toml").read_text("utf-8"))
+LANGUAGES = read_toml("inference/languages.toml")
 STOP_WORDS = frozenset(normal_form(" ".join(data["stop"] for data in LANGUAGES.values())).split())
 # Chinese stop words are cut out of their text; the longest first.
 PHRASES = re.compile("|".join(sorted(filter(re.compile(f"[{UNSPACED}]").match, STOP_WORDS), key=len, reverse=True)))

@@ -5,15 +5,14 @@ dispatcher, docs/many_hosts.md with a network interface's traffic.
 """
 import itertools
 import math
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.memory import FLOAT32, needed_bytes, split_into_stages
+from nanochat.runtime.files import read_toml
 
 
 class Link(NamedTuple):
@@ -21,8 +20,7 @@ class Link(NamedTuple):
     latency: float = 0.0        # least seconds that a message takes
 
 
-TABLE = Path(__file__).with_name("links.toml").read_text(encoding="utf-8")
-LINKS = {name: Link(**row) for name, row in tomllib.loads(TABLE).items()}
+LINKS = {name: Link(**row) for name, row in read_toml("plan/links.toml").items()}
 
 
 class Collective(NamedTuple):

@@ -12,9 +12,10 @@ import hashlib
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
@@ -22,6 +23,11 @@ DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 def base_dir() -> Path:
     """The folder of all data, tokenizers, checkpoints and reports: NANOCHAT_BASE_DIR or ~/.cache/nanochat."""
     return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat")
+
+
+def read_toml(name: str) -> dict[str, Any]:
+    """A table of data of this program, such as "runtime/gpus.toml"."""
+    return tomllib.loads((Path(__file__).parents[1] / name).read_text(encoding="utf-8"))
 
 
 def sha256(path: Path) -> str:

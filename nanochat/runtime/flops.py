@@ -2,14 +2,13 @@
 import functools
 import re
 import timeit
-import tomllib
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from nanochat.runtime.devices import compute_dtype, synchronize
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import read_toml
 
 
 class Gpu(NamedTuple):
@@ -25,7 +24,7 @@ class Gpu(NamedTuple):
         return torch.bfloat16 if self.bfloat16 else torch.float32
 
 
-TABLE = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+TABLE = read_toml("runtime/gpus.toml")
 GPUS = [Gpu(**row) for row in TABLE["gpus"]]
 FLOPS_PER_BYTE = 989e12 / 3.35e12  # of an H100
 

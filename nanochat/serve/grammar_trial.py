@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 COMPILE_SECONDS = 3
 SPECIAL_TOKEN = re.compile(r"<\[\d+\]>")
 # Limits in llguidance's own units of work: all answers wait while the next token of one is chosen.
-WORK_LIMITS = dict(
+WORK_LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,
     precompute_large_lexemes=False, verbose_errors=False)
 
@@ -25,7 +25,7 @@ WORK_LIMITS = dict(
 def make_matcher(expression: str, vocabulary: LLTokenizer) -> LLMatcher:
     """An error in the grammar shows only after the first mask."""
     # log_level 0: no client's words in the log.
-    return LLMatcher(vocabulary, f"start: {expression}", log_level=0, limits=LLParserLimits(**WORK_LIMITS))
+    return LLMatcher(vocabulary, f"start: {expression}", log_level=0, limits=WORK_LIMITS)
 
 
 if __name__ == "__main__":

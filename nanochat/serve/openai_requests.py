@@ -55,19 +55,10 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
 from nanochat.serve.functions import Function, Functions, ToolCall, ToolChoice, ToolMode, call_grammar, define
-from nanochat.serve.protocol import ApiError, Json, Request
+from nanochat.serve.protocol import TABLES, ApiError, Json, Request
 from nanochat.serve.served_model import ServedModel
 from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
 
-# Parameters that change no answer here: they say who asks, how the request is billed or stored, or are hints for
-# features that this server does not have. Any other unknown parameter is refused, unless its value is neutral: null,
-# false, 0, "", [], or that in NEUTRAL.
-IGNORED = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "cache_prompt", "keep_alive", "prediction", "parallel_tool_calls", "max_tool_calls", "verbosity", "text",
-    "reasoning_effort", "reasoning", "chat_template_kwargs",
-}
-NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "repeat_penalty": 1, "modalities": ["text"]}
 NO_LIMIT = 10**9
 MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(lambda count: NO_LIMIT if count < 0 else count)]
 # Fields that SamplingParams has under the same name, with the same meaning.
@@ -131,7 +122,7 @@ class BaseRequest(BaseModel):
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
         for name, value in asked.model_extra.items():
-            if value and name not in IGNORED and value != NEUTRAL.get(name):
+            if value and name not in TABLES["ignored"] and value != TABLES["neutral"].get(name):
                 words = f"{name:.80} is not supported by this server; leave it out"
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
         return asked

@@ -9,8 +9,11 @@ from starlette.exceptions import HTTPException
 from nanochat.inference.engine import FinishReason
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.sampling import SamplingParams
+from nanochat.runtime.files import read_toml
 
 Json = dict[str, Any]
+# Names of OpenAI's interface and of JSON schemas; interface.toml says what each is for.
+TABLES = read_toml("serve/interface.toml")
 
 
 class ApiError(HTTPException):

@@ -17,13 +17,14 @@ from nanochat.training.records import ESTIMATE, STAGES, STEPS_LOG, read_metrics
 CURVES = ("train/loss", "train/lrm", "train/tok_per_sec", "val/bpb", "rl/reward", "eval/pass@1")
 POINTS = 512            # most points of a curve
 MOST_RUNS = 24          # the newest ones
+Curve = list[tuple[float, float]]   # (step, value)
 
 
 @functools.lru_cache(64)
 def read_stage(path: Path, size: int, changed: int) -> Json:
     """A training stage by its metrics.jsonl. size, changed: the file's, for the cache."""
     last: dict[str, float] = {}     # the newest number for each name
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, Curve] = {}
     samples: dict[float, object] = {}
     durations = []
     for record in read_metrics(path):
@@ -47,7 +48,7 @@ def read_stage(path: Path, size: int, changed: int) -> Json:
     }
 
 
-def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def thinned(points: Curve) -> Curve:
     """At most POINTS points, means of neighbours; values keep five digits, as no screen shows more."""
     width = math.ceil(len(points) / POINTS)
     groups = [zip(*points[start : start + width]) for start in range(0, len(points), width)]

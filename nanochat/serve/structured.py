@@ -21,22 +21,14 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import Grammar
 from nanochat.runtime.errors import UserError, first_line
-from nanochat.serve.protocol import Json
+from nanochat.serve.protocol import TABLES, Json
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_GRAMMAR_LENGTH = 2**16
 MAX_INTEGER = 2**53 - 1
-# JSON schema keywords that contain schemas, as far as llguidance knows them. In MAPS each schema has a name, which may
-# equal any keyword; PARTS have one schema or a list.
-MAPS = {"properties", "patternProperties", "$defs", "definitions"}
-PARTS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}
-# An extra pattern for each format whose fractions may be endless in llguidance.
-POINT = r"^[^.]*(\.\d{1,6}([Zz+-].*)?)?$"
-FINITE = {"date-time": POINT, "time": POINT, "duration": r"^(\D+\d{1,9})*\D$"}
-# Two of these keywords in one schema describe the same object.
-CONDITIONS = {"allOf", "anyOf", "oneOf", "properties", "$ref"}
+SCHEMAS = TABLES["schemas"]
 
 
 # ---- What a request says
@@ -87,13 +79,13 @@ def close(root: Json) -> None:
     for schema in schemas:
         for keyword, value in schema.items():
             inner = []
-            if keyword in PARTS:
+            if keyword in SCHEMAS["parts"]:
                 inner = value if isinstance(value, list) else [value]
-            elif keyword in MAPS and isinstance(value, dict):
+            elif keyword in SCHEMAS["maps"] and isinstance(value, dict):
                 inner = value.values()
             schemas += [one for one in inner if isinstance(one, dict)]
         all_of = schema.get("allOf")
-        if isinstance(all_of, list) and len(all_of) > 1 or len(schema.keys() & CONDITIONS) > 1:
+        if isinstance(all_of, list) and len(all_of) > 1 or len(schema.keys() & SCHEMAS["conditions"]) > 1:
             is_combined = True
     for schema in schemas:
         types = schema.get("type")
@@ -104,7 +96,7 @@ def close(root: Json) -> None:
             schema.setdefault("maximum", MAX_INTEGER)
             if "number" in types:
                 schema.setdefault("multipleOf", 1e-9)
-        for format, pattern in FINITE.items():
+        for format, pattern in TABLES["finite"].items():
             if schema.get("format") == format:
                 schema.setdefault("pattern", pattern)
         if "properties" in schema and not is_combined:

@@ -17,9 +17,8 @@ from nanochat.data.stable_random import StableRandom
 from nanochat.inference.calculator import calculate
 from nanochat.tasks.common import Drawn, last_number, lines_of, read_texts, single_turn, split_of
 
-SIZES = {"train": 20_000, "test": 2_000}
-LEVELS = ("easy", "medium", "hard")
-DIGITS = {"easy": 3, "medium": 3, "hard": 4}  # most digits of a drawn number
+DIGITS = {"easy": 3, "medium": 3, "hard": 4}  # for each level the most digits of a drawn number
+LEVELS = list(DIGITS)
 # The documents of the embedded corpus contain these sums, so they cannot be held out.
 KNOWN = {row[0] for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
 
@@ -30,11 +29,11 @@ SHAPES = {level: lines_of(TEXTS[level]) for level in LEVELS}
 
 class Arithmetic(Drawn):
     """argument: a level; without one all are drawn in turn."""
+    sizes = {"train": 20_000, "test": 2_000}
 
     def __init__(self, argument: str, split: str) -> None:
-        super().__init__(f"Arithmetic {argument}".rstrip(), SIZES[split])
+        super().__init__(argument, split)
         self.levels = [argument] if argument else LEVELS
-        self.split = split
 
     def draw(self, number: int) -> tuple[str, str, int] | None:
         """

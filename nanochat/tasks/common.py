@@ -4,16 +4,15 @@ import hashlib
 import itertools
 import random
 import re
-import tomllib
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.task import Slice, Task
+from nanochat.runtime.files import read_toml
 
 
 class Mixture(Task):
@@ -76,10 +75,11 @@ class Drawn(Task):
     as an earlier one. A problem is drawn when an index first needs it; for one thread at a time.
     """
     eval_type = "generative"
+    sizes: dict[str, int]   # conversations of each split
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self.size = size
+    def __init__(self, argument: str, split: str) -> None:
+        self.name = f"{type(self).__name__} {argument}".rstrip()
+        self.split = split
         self.candidates = map(self.draw, itertools.count())
         self.texts: set[str] = set()
         self.problems: list[tuple] = []
@@ -88,7 +88,7 @@ class Drawn(Task):
         raise NotImplementedError
 
     def __len__(self) -> int:
-        return self.size
+        return self.sizes[self.split]
 
     def problem(self, index: int) -> tuple:
         while index >= len(self.problems):
@@ -109,7 +109,7 @@ def read_texts(task: str) -> dict[str, Any]:
     where {A} and {B} are names. In lookup.toml a slot without a given word draws a new one each time.
     " | " separates a question from what it asks for.
     """
-    return tomllib.loads(Path(__file__).with_name(f"{task}.toml").read_text(encoding="utf-8"))
+    return read_toml(f"tasks/{task}.toml")
 
 
 def lines_of(table: dict[str, str]) -> dict[str, list[str]]:

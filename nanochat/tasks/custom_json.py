@@ -30,8 +30,10 @@ from nanochat.tasks.common import single_turn, split_of
 TEST_SHARE = 20
 ARGUMENT = re.compile(r"(.+?)(:all)?(?::encoding=([^:]+))?(:all)?")
 ROLES = {"developer": "system", "human": "user", "gpt": "assistant"}
-READ = {"messages", "conversations", "system", "role", "from", "content", "value", "weight", "instruction", "input",
-        "output", "prompt", "completion"}
+# The keys that are learned, or say how. Others are named in a line.
+READ = frozenset("""
+messages conversations system role from content value weight instruction input output prompt completion
+""".split())
 EXPECTED = '{"messages": [...]}, or "conversations", or "instruction" and "output", or "prompt" and "completion"'
 
 

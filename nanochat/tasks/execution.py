@@ -42,17 +42,17 @@ exec(compile(sys.stdin.buffer.read(), "main.py", "exec"), {{"__name__": "__main_
 
 
 @functools.cache
-def bubblewrap() -> tuple[str, ...]:
-    """The command that walls a program in, without its folder; () and a warning where it does not work."""
-    walls = ("bwrap", "--unshare-all", "--die-with-parent", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL",
-             "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
+def bubblewrap() -> list[str]:
+    """The command that walls a program in, without its folder; [] and a warning where it does not work."""
+    walls = ("bwrap --unshare-all --die-with-parent --uid 65534 --gid 65534 --cap-drop ALL "
+             "--ro-bind / / --dev /dev --proc /proc").split()
     try:
         subprocess.run([*walls, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         why = getattr(error, "stderr", None) or str(error).encode()
         print0("warning: generated programs run with limits of time and memory, but may use the network and change "
                f"this user's files; bubblewrap would prevent it: {why.decode(errors='replace').strip()}")
-        return ()
+        return []
     return walls
 
 

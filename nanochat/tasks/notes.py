@@ -27,25 +27,24 @@ from nanochat.tasks.lookup import draw_name, draw_text, fill, looked_up, small_t
 LANGUAGES = tuple(REFUSALS)
 KINDS = ("", "unknown", "talk")
 ARGUMENTS = tuple(f"{language}:{kind}".strip(":") for language in ("", *LANGUAGES) for kind in KINDS)
-SIZES = {"train": 30_000, "test": 300}
 MARKS = " ?？.。!！¿¡"
 PARTS = re.compile(r"[][]")  # splits a way to ask: before, between and after its brackets
 
 
 class Notes(Drawn):
     """argument: one of ARGUMENTS."""
+    sizes = {"train": 30_000, "test": 300}
 
     def __init__(self, argument: str, split: str) -> None:
-        super().__init__(f"Notes {argument}".rstrip(), SIZES[split])
+        super().__init__(argument, split)
         self.key = f"notes:{argument}:{split}"
-        self.split = split
         words = argument.split(":")
         self.languages = [language for language in LANGUAGES if language in words] or LANGUAGES
         self.kind = words[-1] if words[-1] in KINDS else ""
         # The test split's library has one note for the same words, in any language.
         self.distinct = split == "test" and not self.kind
         if split == "test":
-            found = [self.problem(index) for index in range(self.size)] if self.distinct else []
+            found = [self.problem(index) for index in range(len(self))] if self.distinct else []
             self.library = Folder({asked: conversation["right"][-1] for asked, conversation in found})
 
     def draw(self, number: int) -> tuple[str, Conversation]:

@@ -17,7 +17,6 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.tasks.common import Drawn, read_texts, single_turn, split_of
 
-SIZES = {"train": 20_000, "test": 1_000}
 TEXTS = read_texts("run")
 QUESTIONS = TEXTS["questions"].splitlines()
 PROGRAMS = TEXTS["programs"].strip("\n").split("\n---\n")
@@ -27,10 +26,11 @@ OPERAND = ast.Name("{!r}", ast.Load())
 
 
 class Run(Drawn):
+    sizes = {"train": 20_000, "test": 1_000}
+
     def __init__(self, argument: str, split: str) -> None:
-        super().__init__(f"Run {argument}".rstrip(), SIZES[split])
+        super().__init__(argument, split)
         self.always = argument == "tool"
-        self.split = split
 
     def draw(self, number: int) -> tuple[str, str] | None:
         """

@@ -37,9 +37,7 @@ MORE_IDENTITY = lines_of(TEXTS["more_identity"])
 SAYS_WHO = re.compile(r"\b(I am|I'm|name is|called) nanochat\b", re.IGNORECASE)
 GREETING = re.compile(r"\W*(hello|hi|hey|good (morning|evening|afternoon))\b", re.IGNORECASE)
 # What an answer may claim besides the name.
-CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (
-    r"language model", r"\bnot (a |an )?(real )?(person|human|alive)", r"\b(trained|made|built|created|written)\b",
-    r"\bprogram\b", r"\b(answer|spell|calculate)\b", r"\bmistakes?\b|\bwrong\b")]
+CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in TEXTS["claims"]]
 
 
 class Item(NamedTuple):
