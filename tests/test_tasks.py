@@ -110,7 +110,7 @@ def test_right_and_wrong_answers(spec: str):
         task = make_task(spec, split)
         assert task.eval_type == "generative" and task.name
         for conversation in task[:7000:7]:
-            check_conversation(conversation)
+            check_conversation(conversation, "task")
             assert conversation["messages"][-1]["role"] == "assistant"
             assert task.evaluate(conversation, reference(conversation))
             for wrong in ("", asked(conversation), "I do not know.", "99999999."):

@@ -32,7 +32,7 @@ class Rendered(NamedTuple):
     mask: list[int]     # 1 for tokens that the assistant writes, <|assistant_end|> included; else 0
 
 
-def check_conversation(conversation: Conversation, where: str = "conversation") -> None:
+def check_conversation(conversation: Conversation, where: str) -> None:
     """UserError, beginning with `where`, unless its messages (each has role and content) are turns as above."""
     messages = conversation["messages"]
     for number, message in enumerate(messages, 1):
