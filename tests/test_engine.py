@@ -444,9 +444,9 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
     logits, head = [], engine.model.logits
     engine.model.logits = lambda hidden: logits.append(head(hidden)) or logits[-1]
     stop = SPECIAL("<|output_end|>"),  # ends what the model writes, not what the tool does
-    answer, other = engine.generate(prompts, SamplingParams(1 + len(call) + len(forced) + 9, stop=stop))
-    assert answer.tokens == [65, *call, *forced, 70] + [5] * 8
-    assert answer.forced == [False] * (1 + len(call)) + [True] * len(forced) + [False] * 9
+    answer, other = engine.generate(prompts, SamplingParams(1 + len(call) + len(forced) + 19, stop=stop))
+    assert answer.tokens == [65, *call, *forced, 70] + [5] * 18
+    assert answer.forced == [False] * (1 + len(call)) + [True] * len(forced) + [False] * 19
     assert other.tokens == [5] * len(other.tokens) and not any(other.forced)
     expected = plain_logits(model, prompts[0] + answer.tokens)
     got = cap(torch.stack([rows[0] for rows in logits]), 15.0)    # after the prompt and each token but the last
