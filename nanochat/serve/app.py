@@ -194,8 +194,10 @@ class Api:
     def read(self, kind: type[BaseRequest], body: bytes) -> tuple[BaseRequest, ServedModel, Request]:
         asked = kind.parse(body, self.defaults)
         model = self.find(asked.model)
-        model.tools.refresh()
-        return asked, model, asked.prepare(model, self.max_new_tokens)
+        request = asked.prepare(model, self.max_new_tokens)
+        if request.sampling.tools:
+            model.tools.refresh()
+        return asked, model, request
 
 
 async def cancel_at_the_end(http: HttpRequest, request: Request) -> None:
