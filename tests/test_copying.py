@@ -14,7 +14,7 @@ from nanochat.inference.detokenizer import answer_text, to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.retrieval import Library, Passage
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import NOTHING, REFUSAL, REFUSALS, TOOL_CALL, Tools
+from nanochat.inference.tools import NOTHING, REFUSAL, REFUSALS, TOOL_CALL, Plan, Tools
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
 
@@ -51,7 +51,7 @@ def engine_that_calls(model, copying: bool = True, **settings) -> Engine:
         for row, answer in enumerate(answers):
             logits[row, SPECIAL("<|python_start|>")] = -1e4     # no second call
             wanted = steered_token(answer.tokens)
-            if wanted is not None and not answer.output:
+            if wanted is not None and not answer.queued:
                 logits[row] = -1e4
                 logits[row, wanted] = 1e4
         extend(answers, logits)
@@ -166,10 +166,10 @@ def test_what_is_searched_for_to_answer_a_conversation(tmp_path, monkeypatch, qu
     (tmp_path / "shop.md").write_text("The bicycle shop opens at nine. The rear tyre needs four bar.\n\n"
                                       "The train to Kyoto leaves on 3 May. A ticket is 90 euros.\n")
     tools = Tools(Library(make_library(str(tmp_path / "shop.md"))))
-    asked, found = tools.asked(questions)
+    plan = tools.plan(questions)
     *before, last = questions[-searched:]
-    assert found == bool(searched)
-    assert not found or asked == (f"{' '.join(before)}\n" if before else "") + last
+    assert plan.is_found == bool(searched)
+    assert not searched or plan.search == (f"{' '.join(before)}\n" if before else "") + last
 
 
 @pytest.mark.parametrize("text, words", [
@@ -232,13 +232,14 @@ def test_a_call_has_the_users_words(call):
 
 
 def test_in_ones_own_notes_an_answer_looks_up_all_words_that_tell_what_the_question_is_about():
-    own = {"asked": "How long is the thin tire?", "must_call": True}
+    question = "How long is the thin tire?"
+    own = {"plan": Plan(search=question, is_found=True), "is_own": True}
     copying = after("the", **own)
     assert copying.allowed == [SPECIAL("<|python_start|>")] and not copying.allows(END)
     begun = allowed_texts(after("the", ("<|python_start|>", ""), **own))
     assert begun == {b"s", b"l"}, "a call, no sum"
     call = ("<|python_start|>", 'search("')
-    assert telling_edges(own["asked"]) == ([0, 8, 9, 11, 12, 15, 16], [25, 26])     # not " long"
+    assert telling_edges(question) == ([0, 8, 9, 11, 12, 15, 16], [25, 26])     # not " long"
     assert allowed_texts(after("the", call, **own)) == {b"H", b" ", b" the", b"i", b"t", b"th", b"the"}
     assert allowed_texts(after("the", ("<|python_start|>", 'search("the thin'), **own)) == {b" "}
     assert b"t" in allowed_texts(after("the", ("<|python_start|>", 'spell("'), **own)), "any word can be spelled"

@@ -76,7 +76,7 @@ def engine_that_writes(script: list[int]) -> Engine:
     left = list(script)
 
     def scripted(answers, logits):
-        if not answers[0].output:
+        if not answers[0].queued:
             logits = torch.nn.functional.one_hot(torch.tensor([left.pop(0)]), logits.size(1)) * 100.0
         extend(answers, logits)
 

@@ -7,8 +7,8 @@ executed.
     calculate("9.11 > 9.9")                    -> "False"
     calculate("'strawberry'.count('r')")       -> "3"
 
-Every answer takes only milliseconds: texts are short, nesting is bounded, and without powers a result is about as long
-as all numbers in the text together.
+Every answer takes only milliseconds: texts are short, nesting and powers are bounded, and without powers a result is
+about as long as all numbers in the text together.
 """
 import ast
 import decimal
@@ -21,11 +21,22 @@ MAX_LENGTH = 256  # characters of an expression
 MAX_NESTING = 32
 # Digits kept after the decimal point; leading zeros do not count.
 DIGITS = 12
+MOST_BITS = 256  # of a power: 77 digits
 
 # The comma in 1,250.5 separates thousands; 12,50 is not a number.
 NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 STRING = r"'[^'\\\n]*'|\"[^\"\\\n]*\""
 TOKEN = re.compile(rf"(?P<number>{NUMBER})|(?P<string>{STRING})|(?P<space>\s+)|\.\s*count\b|[<>=!]=|[-+*/%()<>]")
+def power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Exact, but a square root that is irrational is rounded. ValueError if the result would be long."""
+    if exponent == Fraction(1, 2) and base >= 0:
+        with decimal.localcontext(prec=MOST_BITS):
+            return Fraction((decimal.Decimal(base.numerator) / base.denominator).sqrt())
+    if exponent.denominator > 1 or abs(exponent) * (base.numerator * base.denominator).bit_length() > MOST_BITS:
+        raise ValueError("not whole, or too long")
+    return base ** int(exponent)
+
+
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -33,6 +44,7 @@ OPERATORS = {
     ast.Div: operator.truediv,
     ast.FloorDiv: lambda a, b: Fraction(a // b),
     ast.Mod: operator.mod,
+    ast.Pow: power,
 }
 COMPARISONS = {
     ast.Lt: operator.lt,
@@ -45,23 +57,33 @@ COMPARISONS = {
 
 
 def calculate(text: str) -> str | None:
-    """
-    The value of an expression as people write it; None for any other text.
+    """The value of an expression as `write` writes it, or True or False; None for any other text."""
+    try:
+        value = value_of(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return str(value) if isinstance(value, bool) else write(value)
 
-    + - * / // % with Python's meaning, minus signs, parentheses, decimals, thousands commas, 'text'.count('part'), and
-    one comparison, whose value is True or False. Exact: 0.1 + 0.2 is 0.3.
+
+def value_of(text: str) -> Fraction | bool:
+    """
+    The value of an expression as people write it; ValueError for any other text, ZeroDivisionError.
+
+    + - * / // % ** with Python's meaning, minus signs, parentheses, decimals, thousands commas, 'text'.count('part'),
+    and one comparison. Exact: 0.1 + 0.2 is 0.3. An exponent is whole, or 0.5.
     """
     if len(text) > MAX_LENGTH or text.count("(") > MAX_NESTING or TOKEN.sub("", text):
-        return None
+        raise ValueError("not arithmetic")
     source = TOKEN.sub(as_python, text).strip()
     try:
-        match ast.parse(source, mode="eval").body:
-            case ast.Compare(left, [sign], [right]) if type(sign) in COMPARISONS:
-                return f"{COMPARISONS[type(sign)](evaluate(left), evaluate(right))}"
-            case number:
-                return write(evaluate(number))
-    except (ValueError, ZeroDivisionError, SyntaxError, RecursionError):
-        return None
+        body = ast.parse(source, mode="eval").body
+    except (SyntaxError, RecursionError) as error:
+        raise ValueError("not arithmetic") from error
+    match body:
+        case ast.Compare(left, [sign], [right]) if type(sign) in COMPARISONS:
+            return COMPARISONS[type(sign)](evaluate(left), evaluate(right))
+        case number:
+            return evaluate(number)
 
 
 def as_python(token: re.Match) -> str:

@@ -3,11 +3,13 @@ Copying without errors. The model decides what it looks up and how much of a pas
 the letters:
 
     in a call        the text in lookup("…"), search("…") and spell("…") is a stretch of whole words that the user wrote
+    after a sum      the answer is the sentence of `read_sum` (sums.py)
     in one's notes   the answer begins with a call if a search for the question finds something, and a call's text has
                      all words of the question that tell what it is about
     after a passage  the answer is the passage, from its beginning up to the end of one of its sentences
     after letters    an answer that begins like a spelled word's, "s-", has all of them, then goes on as it likes
     after "nothing"  an answer that begins like a trained refusal is that refusal, with the name looked up
+    after a result   an answer that begins like "The answer is" has the calculator's result
 
 Texts are compared in bytes, so any tokenization of the same text is allowed. Without this, a model of two million
 parameters quoted 2 of 55 passages wrongly; with half the training, 21 of 35.
@@ -20,7 +22,8 @@ from functools import lru_cache
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.tools import NOTHING, QUERIES, REFUSALS, TOOL_CALL, refusal
+from nanochat.inference.sums import TEXTS
+from nanochat.inference.tools import NOTHING, QUERIES, REFUSALS, TOOL_CALL, Plan, refusal
 from nanochat.inference.words import MARKS, UNSPACED, begins_back, telling_words
 
 # Limits, because a call's first token compares every word of the question.
@@ -32,7 +35,7 @@ COPYING_CALLS = (*QUERIES, "spell")
 OPENINGS = [f'{name}("'.encode() for name in COPYING_CALLS]
 # An unfinished call: its name, its quotation mark and what follows.
 CALL_TEXT = re.compile(rf"\s*({'|'.join(COPYING_CALLS)})\(\s*(['\"]?)(.*)".encode(), re.DOTALL)
-REFUSAL_BEGINS = 12     # bytes after which an answer counts as a refusal
+SENTENCE_BEGINS = 12    # bytes after which an answer counts as a refusal, or as one that says a result
 # A blank, a word, or one other character. Marks belong to the character before them. In scripts without blanks each
 # character is a word.
 UNIT = re.compile(rf" |(?:[^\W{UNSPACED}][{MARKS}]*)+|\S[{MARKS}\ufe00-\ufe0f]*")
@@ -151,14 +154,15 @@ class Copying:
     """What one answer may copy. `add` gets every token of the answer, including the tools' tokens."""
 
     def __init__(
-        self, vocabulary: Vocabulary, questions: Sequence[str], stop: Sequence[int], asked: str = "",
-        must_call: bool = False,
+        self, vocabulary: Vocabulary, questions: Sequence[str], stop: Sequence[int], plan: Plan = Plan(),
+        is_own: bool = False,
     ) -> None:
         """
-        questions: what the user wrote; stop: the tokens that may end the answer; asked: words that a search must have,
-        if it is one's own library; must_call: the answer begins with a call.
+        questions: what the user wrote; stop: the tokens that may end the answer; plan: of `Tools.plan`; is_own: whether
+        it is one's own library.
         """
-        self.vocabulary, self.questions, self.asked, self.must_call = vocabulary, questions, asked, must_call
+        self.vocabulary, self.questions, self.plan, self.is_own = vocabulary, questions, plan, is_own
+        self.must_call = is_own and plan.is_found
         # With a client's own functions <|python_end|> ends an answer, but it closes a call, never a quotation.
         self.stop = {token for token in stop if vocabulary.is_special(token)} - {vocabulary.python_end}
         self.special: int | None = None     # the answer's last special token
@@ -168,6 +172,8 @@ class Copying:
         self.held: list[Copy] = []          # the answer is one of these if it begins like it,
         self.held_from = 0                  # with so many bytes
         self.copy: Copy | None = None
+        if plan.answer and not plan.call:
+            self._hold(plan.answer)
 
     def add(self, token: int) -> None:
         """Add the answer's next token."""
@@ -196,7 +202,8 @@ class Copying:
         tokens = set().union(*map(self.vocabulary.beginnings, rests))
         if self.copy and b"" in rests:
             tokens |= self.copy.after
-        if tokens and not self.written and self.special == self.vocabulary.output_end and not self.asked:
+        if tokens and not self.written and self.special == self.vocabulary.output_end and not (
+                self.is_own or self.plan.answer):
             tokens.add(self.vocabulary.python_start)    # instead of quoting, the model may look up something else
         return list(tokens) or None
 
@@ -219,12 +226,14 @@ class Copying:
             call = TOOL_CALL.fullmatch(written)
             # A line before the last one is the question that this goes on from.
             self.tool, self.called = (call[1], call[3].rpartition("\n")[2]) if call else ("", "")
+        elif token == vocabulary.output_end and self.plan.answer:
+            self._hold(self.plan.answer)
+        elif token == vocabulary.output_end and not self.tool:
+            self._hold_one_of([texts["answer"].format(written) for texts in TEXTS.values()])
         elif token == vocabulary.output_end and self.tool in COPYING_CALLS:
             tool, self.tool = self.tool, ""
             if written == NOTHING:
-                refusals = [refusal(self.called), *REFUSALS.values()]
-                self.held = [copy_up_to(text, [len(text)], self.stop) for text in refusals]
-                self.held_from = REFUSAL_BEGINS
+                self._hold_one_of([refusal(self.called), *REFUSALS.values()])
             elif tool == "spell":
                 self.spells += 1
                 if self.spells == 1:    # after two words an answer may begin with either
@@ -232,8 +241,16 @@ class Copying:
                     self.held_from = len(written[:2].encode())
             else:
                 # "It weighs 5 kg." belongs to the sentence before it.
-                ends = [end for end in sentence_ends(written) if not (self.asked and begins_back(written[end:]))]
+                ends = [end for end in sentence_ends(written) if not (self.is_own and begins_back(written[end:]))]
                 self.copy = copy_up_to(written, ends, self.stop)
+
+    def _hold(self, text: str) -> None:
+        """The answer is this text."""
+        self.copy = copy_up_to(text, [len(text)], self.stop)
+
+    def _hold_one_of(self, texts: Sequence[str]) -> None:
+        """The answer is one of these texts if it begins like it."""
+        self.held, self.held_from = [copy_up_to(text, [len(text)], self.stop) for text in texts], SENTENCE_BEGINS
 
     def _copy_of_question(self) -> Copy | None:
         """The user's words, once a call's name has been written."""
@@ -241,8 +258,8 @@ class Copying:
         if call is None:
             return None
         quote = call[2] or b'"'
-        if self.asked and call[1].decode() in QUERIES:
-            question = self.asked
+        if self.is_own and self.plan.search and call[1].decode() in QUERIES:
+            question = self.plan.search
             starts, ends = telling_edges(question)
         else:
             question = "\n".join(self.questions)[-MOST_QUESTION:].rstrip()

@@ -16,7 +16,9 @@ answer has one row from its start to its end:
 A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time, all from one
 thread.
 """
+import math
 import random
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +27,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.copying import Copying, Vocabulary
 from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.inference.kv_cache import CachedModel, Row
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.sampling import Sampler, SamplingParams, draw
-from nanochat.inference.tools import MOST_CALLS, NOTHING, Tools, is_call
+from nanochat.inference.tools import MOST_CALLS, NOTHING, Plan, Tools, is_call
 from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
@@ -41,7 +44,10 @@ from nanochat.runtime.stopping import until_stopped
 MOST_READ = 512
 # A result may fill 1 / RESULT_SHARE of the context, as the question comes before it.
 RESULT_SHARE = 3
-# "stop": a stop token; "length": max_tokens or the end of the context.
+# So many tokens that repeat at most PERIOD of them end an answer if they are digits: "2.5.55.55.55…", "10/ 10/ 10/ …".
+ENDLESS, PERIOD = 16, 4
+DIGITS = re.compile(r"[^a-z]*\d[^a-z]*", re.IGNORECASE)
+# "stop": a stop token; "length": max_tokens or the end of the context, or a quotation that had no room.
 FinishReason = Literal["stop", "length"]
 
 
@@ -59,6 +65,7 @@ class Answer:
     limit: int                              # maximum number of tokens: max_tokens, or what the context leaves
     rng: random.Random
     sampler: Sampler
+    plan: Plan                              # what was decided about it before it began
     # The model has not read the last token yet.
     tokens: list[int] = field(default_factory=list)
     # For each token: whether the tool wrote it. RL does not reinforce the tool's tokens.
@@ -68,7 +75,9 @@ class Answer:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: UserError | None = None          # why it ended early: its grammar failed
-    output: deque[int] = field(default_factory=deque)  # the tool's tokens still to be written
+    queued: deque[int] = field(default_factory=deque)  # tokens still to be written that the model does not choose
+    is_cut: bool = False                    # what it quotes had no room
+    is_ending: bool = False                 # the last token queued ends it
     expression: list[int] | None = None     # tokens since <|python_start|>
     calls: int = 0                          # limited; arithmetic does not count
 
@@ -95,7 +104,7 @@ class Engine:
         self.tools = tools
         special = tokenizer.encode_special
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
-        self.assistant_start = special("<|assistant_start|>")
+        self.assistant_start, self.assistant_end = special("<|assistant_start|>"), special("<|assistant_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
         self.vocabulary = Vocabulary(tokenizer) if tools.copying else None
         self.clear()
@@ -116,17 +125,22 @@ class Engine:
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
         assert len(prompt) + limit - 1 <= self.capacity, "no memory was set aside for so many tokens"
         stop = default_stop(self.tokenizer) if sampling.stop is None else sampling.stop
-        copying = None
+        plan, copying = Plan(), None
         if self.vocabulary and sampling.tools:
             questions = self.vocabulary.questions(prompt)
-            asked, found = self.tools.asked(questions) if self.tools.is_own else ("", False)
             # An answer that has begun goes on as it likes.
-            begins = prompt[-1] == self.assistant_start and self.python_end not in stop
-            copying = Copying(self.vocabulary, questions, stop, asked, found and begins)
+            if prompt[-1] == self.assistant_start and self.python_end not in stop:
+                plan = self.tools.plan(questions)
+            copying = Copying(self.vocabulary, questions, stop, plan, self.tools.is_own)
         answers = []
         for i in range(num_samples):
             rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
-            answers.append(Answer(prompt, sampling, stop, limit, rng, Sampler(sampling, copying)))
+            answer = Answer(prompt, sampling, stop, limit, rng, Sampler(sampling, copying), plan)
+            if plan.call:
+                self._queue_call(answer, plan.call)
+            if plan.is_small_talk:
+                answer.sampler.added[self.python_start] = -math.inf
+            answers.append(answer)
         self.waiting.extend(answers)
         return answers
 
@@ -238,7 +252,7 @@ class Engine:
         """The next token of each answer, after these logits, (answers, V)."""
         softcap = self.model.config.softcap
         # A sample draws only for its own tokens, not for the tool's.
-        uniforms = [0.0 if answer.output else answer.rng.getrandbits(24) / 2**24 for answer in answers]
+        uniforms = [0.0 if answer.queued else answer.rng.getrandbits(24) / 2**24 for answer in answers]
         drawn = draw(logits, [answer.sampler for answer in answers], uniforms, softcap)
         wanted: dict[int, list[int]] = {}  # rows, by the number of probable tokens they want
         for row, (answer, token) in enumerate(zip(answers, drawn)):
@@ -256,14 +270,16 @@ class Engine:
         if answer.limit == 0:
             answer.finish_reason = "length"
             return
-        forced = bool(answer.output)
-        token = answer.output.popleft() if forced else drawn
+        if not answer.queued and answer.sampling.tools:
+            self._end_well(answer, drawn)
+        forced = bool(answer.queued)
+        token = answer.queued.popleft() if forced else drawn
         answer.tokens.append(token)
         answer.forced.append(forced)
         if not forced and answer.sampling.tools:
             self._use_tool(answer, token)
-        if token in answer.stop and not forced and not answer.output:
-            answer.finish_reason = "stop"
+        if token in answer.stop and not answer.queued and (answer.is_ending or not forced):
+            answer.finish_reason = "length" if answer.is_cut else "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
         else:
@@ -272,34 +288,53 @@ class Engine:
             except UserError as error:
                 answer.error = error
 
+    def _end_well(self, answer: Answer, drawn: int) -> None:
+        """Before an answer ends without a word, queue a sentence; digits that repeat themselves end an answer, too."""
+        latest = [*answer.tokens[1 - ENDLESS :], drawn]
+        repeats = len(latest) == ENDLESS and any(latest[n:] == latest[:-n] for n in range(1, PERIOD + 1))
+        is_endless = repeats and DIGITS.fullmatch(self.tokenizer.decode(latest))
+        if not answer.plan.lost or not is_endless and drawn not in answer.stop:
+            return
+        is_wordless = not answer.tokens or self.vocabulary.is_special(answer.tokens[-1])
+        if answer.expression is not None:
+            answer.queued.append(self.python_end)
+        if answer.expression is not None or is_wordless:
+            answer.queued.extend(self.tokenizer.encode(answer.plan.lost))
+        answer.queued.append(drawn if drawn in answer.stop else self.assistant_end)
+        answer.is_ending, answer.expression = True, None
+
     def _use_tool(self, answer: Answer, token: int) -> None:
         """
         Collect an expression; at its end queue the result. Without a result the model goes on. If a library has
-        nothing but a wider call finds something, that call and its result follow.
+        nothing but the plan found something, its call and result follow.
         """
         if token == self.python_start:
             answer.expression = []
         elif token == self.python_end and answer.expression is not None:
             expression = self.tokenizer.decode(answer.expression)
             answer.expression = None
-            result = self._call(answer, expression)
-            if result == NOTHING and self.vocabulary and answer.calls < MOST_CALLS:
-                asked, found = self.tools.asked(self.vocabulary.questions(answer.prompt))
-                if found:
-                    wider = f'search("{asked}")'
-                    answer.output.extend([self.python_start, *self.tokenizer.encode(wider), self.python_end])
-                    self._call(answer, wider)
+            result = self._queue_result(answer, expression)
+            if result == NOTHING and answer.plan.is_found and answer.calls < MOST_CALLS:
+                self._queue_call(answer, f'search("{answer.plan.search}")')
         elif answer.expression is not None:
             answer.expression.append(token)
 
-    def _call(self, answer: Answer, expression: str) -> str | None:
+    def _queue_call(self, answer: Answer, expression: str) -> None:
+        """A call that the model does not make, and its result."""
+        answer.queued.extend([self.python_start, *self.tokenizer.encode(expression), self.python_end])
+        self._queue_result(answer, expression)
+
+    def _queue_result(self, answer: Answer, expression: str) -> str | None:
         """Queue an expression's result and return it; None if it has none."""
         # The answer quotes it, perhaps in smaller tokens.
         room = min(self.context // RESULT_SHARE, (answer.limit - len(answer.tokens)) * 2 // 5)
         result = self.tools.result(expression, self.tokenizer, answer.calls, room)
         answer.calls += is_call(expression)
         if result is not None:
-            answer.output.extend([self.output_start, *self.tokenizer.encode(result), self.output_end])
+            answer.queued.extend([self.output_start, *self.tokenizer.encode(result), self.output_end])
+            passage = self.tools.find(expression)
+            answer.is_cut |= passage is not None and passage.text.startswith(result) and (
+                len(result) not in sentence_ends(passage.text))
         return result
 
     # ---- Whole answers

@@ -14,12 +14,14 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.inference.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
-from nanochat.inference.words import has_pronoun, refers_back, telling_words
+from nanochat.inference.sums import TEXTS, language_of, read_sum
+from nanochat.inference.words import has_pronoun, is_small_talk, refers_back, telling_words
 
 NOTHING = "nothing"
 # What a model is trained to say after "nothing"; the name is in quotation marks unless it begins with a blank.
@@ -40,16 +42,33 @@ QUERIES = ("lookup", "search")
 TOOL_CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
 
 
+class Plan(NamedTuple):
+    """
+    What is decided about an answer before the model writes it. Nothing of this: the model decides.
+
+    lost: what is said instead of nothing. call, answer: a sum's; the answer says this sentence, after the call if there
+    is one. search: the words that a search must have, if it is one's own library; is_found: they find something, so the
+    answer begins with a call. is_small_talk: the answer makes no call.
+    """
+    lost: str = ""
+    call: str = ""
+    answer: str = ""
+    search: str = ""
+    is_found: bool = False
+    is_small_talk: bool = False
+
+
 class Tools:
     """
-    What an engine can call. library: where passages are looked up; None: nothing is found. copying: whether the model
-    must look up the user's words and quote the passage's (nanochat/inference/copying.py); only with a library.
+    What an engine can call. library: where passages are looked up; None: nothing is found. copying: whether `plan`
+    decides what is called, and the model must look up the user's words and quote the result's letters
+    (nanochat/inference/copying.py).
     """
 
     def __init__(self, library: Library | None = None, copying: bool = True) -> None:
         self.library = library
-        self.copying = copying and library is not None
-        self.is_own = self.copying and library.is_own
+        self.copying = copying
+        self.is_own = library is not None and library.is_own
 
     def refresh(self) -> None:
         """Called before each question, in any thread: read what has changed (nanochat/corpus/make_library.py)."""
@@ -70,18 +89,21 @@ class Tools:
         calls = sum(part["type"] == "python" and is_call(part["text"]) for part in before)
         return self.find(call["text"]) if calls < MOST_CALLS else None
 
-    def asked(self, questions: Sequence[str]) -> tuple[str, bool]:
+    def plan(self, questions: Sequence[str]) -> Plan:
         """
-        What to search for to answer the user's last question, and whether something is found: the question; or, after a
-        line with the questions that it goes on from, at once if it refers back ("And the rear tyre?").
+        What is decided about the answer to the user's last question. Searched for is the question; or, after a line
+        with the questions that it goes on from, at once if it refers back ("And the rear tyre?").
         """
         if not questions:
-            return "", False
+            return Plan()
+        lost = TEXTS[language_of(questions[-1])]["lost"]
+        if is_small_talk(questions[-1]):
+            return Plan(lost, is_small_talk=True)
         *before, last = map(question_in, questions[-3:])
+        if wanted := read_sum(last):
+            return Plan(lost, *wanted)
         last = last[-LONGEST:]
         telling = "".join(telling_words(last))
-        if telling.isdigit():
-            return last, False  # a sum
         searches = [last]
         if before and (refers_back(last) or telling):
             # The question before this one may itself go on from another.
@@ -93,8 +115,8 @@ class Tools:
                 searches = [together]
         for words in searches:
             if self.find(f'search("{words}")'):
-                return words, True
-        return searches[0], False
+                return Plan(lost, search=words, is_found=True)
+        return Plan(lost, search=searches[0])
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int, room: int) -> str | None:
         """

@@ -103,6 +103,15 @@ def telling_words(question: str) -> list[str]:
     return found
 
 
+def is_small_talk(message: str) -> bool:
+    """Whether a message is a greeting, thanks, a question about the model itself or the like, and nothing besides."""
+    text = normal_form(message)
+    rest = TALK.sub(" ", text)
+    if YOU.search(text):
+        rest = ABOUT_YOU.sub(" ", YOU.sub(" ", rest))
+    return rest != text and not telling_words(rest)
+
+
 def has_pronoun(question: str) -> bool:
     """Whether a question asks about someone or something that was named before it: "How old is she?"."""
     return bool(PRONOUN.search(normal_form(question)))
@@ -138,4 +147,5 @@ PHRASES = re.compile("|".join(sorted(filter(re.compile(f"[{UNSPACED}]").match, S
 COMMON_STEMS = frozenset(stems(" ".join(data.get("common", "") for data in LANGUAGES.values())))
 ASKING = re.compile(phrases("ask"))
 PRONOUN = re.compile(phrases("pronouns"))
+TALK, YOU, ABOUT_YOU = (re.compile(phrases(key)) for key in ("talk", "you", "about_you"))
 BEGINNING = re.compile(rf"\W*(?:{phrases('pronouns')}|{phrases('links')})")

@@ -22,6 +22,7 @@ from nanochat.tasks.notes import ARGUMENTS, Notes
 from nanochat.tasks.python_questions import Pydoc
 from nanochat.tasks.run import Run
 from nanochat.tasks.spellingbee import generated_words, real_words
+from nanochat.tasks.typed import Typed
 from nanochat.tasks.world_questions import TinyWorld
 
 
@@ -51,6 +52,7 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
     "search": (partial(Lookup, "search"), ("", "true", "unknown", "FILE")),
     "notes": (Notes, ARGUMENTS),
     "tokens": (Tokens, ("FILE",)),
+    "typed": (Typed, ("messages", "sums")),
     "json": (CustomJSON, ("FILE",)),
     "after": (after, ("FILE",)),
 }

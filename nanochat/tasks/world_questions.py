@@ -81,7 +81,10 @@ class TinyWorld(Task):
             turns = [rng.choice(others), last]
         messages = []
         for item in turns:
-            messages += single_turn(item.question, item.reply, item.calls)["messages"]
+            # As people type: "whats the capital of japan".
+            is_typed = self.key.endswith("train") and item.relation and not rng.below(3)
+            question = item.question.lower().rstrip("?.").replace("'", "") if is_typed else item.question
+            messages += single_turn(question, item.reply, item.calls)["messages"]
         right = sorted(turns[-1].right)
         if turns[0].right and rng.below(8) == 0:
             messages[0]["content"] = rng.choice(GREETINGS) + messages[0]["content"]
@@ -127,17 +130,23 @@ def items(split: str) -> list[Item]:
         relation, _, ways = chat_about(fact)
         # Ranked by the hash of fact and phrasing: the split depends on no seed, and facts have equally many in test.
         keys = {template: stable_hash(f"{relation} {template} {template.format(**fact.slots)}") for template in ways}
-        for template in part_of(sorted(ways, key=keys.__getitem__), HELD_OUT, split):
+        asked_for = part_of(sorted(ways, key=keys.__getitem__), HELD_OUT, split)
+        if fact.noun and split == "train":
+            asked_for = asked_for + TEXTS["more_chat"].splitlines()
+        for template in asked_for:
             question, _, asked = template.partition(" | ")
-            found.append(make_item(fact, question.format(**fact.slots), asked.strip("{}") or "a"))
+            slots = fact.slots | {"short": fact.slots["np"].removeprefix("the ")}
+            found.append(make_item(fact, question.format(**slots), asked.strip("{}") or "a"))
     for reply, phrasings in IDENTITY.items():
         questions = part_of(sorted(phrasings, key=stable_hash), len(phrasings) // 4, split)
         if split == "train":
             questions = questions + MORE_IDENTITY.get(reply, [])
         # A greeting is not asked after another greeting.
-        around = [("", "")] if reply.startswith("Hello") else product(GREETINGS, TEXTS["endings"])
+        around = [("", "")] if reply.startswith("Hello") else [*product(GREETINGS, TEXTS["endings"])]
         for question, (greeting, ending) in product(questions, around):
-            found.append(Item(greeting + question + ending, reply, frozenset(), ""))
+            # In training one in three, and each question alone.
+            if split == "test" or not greeting + ending or split_of(greeting + question + ending, 3) == "test":
+                found.append(Item(greeting + question + ending, reply, frozenset(), ""))
     return found
 
 
