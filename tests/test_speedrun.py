@@ -264,8 +264,9 @@ def test_every_machine_has_the_same_steps_in_the_same_order():
 @pytest.mark.parametrize("argument, code, words", [
     ("--help", 0, "--plan=8,H100,80 --price=2.5  # only shows"), ("-h", 0, "--rehearse     # every stage"),
     ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "/tests-of-none"),
-    ("--plan", 2, "--plan: expected"), ("--run=", 2, "--run=: expected"), ("--hours=0", 2, "=0: expected"),
-    ("--plan=1", 2, "--plan=8,H100"), ("--plan=H100", 2, "--plan=8,H100"), ("--chatt", 2, "--chatt: expected")])
+    ("--run=", 2, "--run=: expected"), ("--hours=0", 2, "=0: expected"),
+    *((wrong, 2, "--plan=1,RTX4090") for wrong in ("--plan", "--plan=1", "--plan=H100", "--plan=4090")),
+    ("--chatt", 2, "--chatt: expected")])
 def test_an_argument_is_answered_before_anything_is_made(tmp_path, argument, code, words):
     stand_in(tmp_path, 0, "")
     done = bash(tmp_path, "speedrun.sh", argument)
@@ -313,7 +314,11 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
         assert [word for word in words if word not in plan] == [], plan
     assert "stand idle" not in shown and shown.count("--run=mine") == 4
 
-    assert bash(REPO, "-c", "bash speedrun.sh --plan=1,H100 | true", **no_venv()).stderr == ""
+    assert bash(REPO, "-c", "bash speedrun.sh --plan=1,H100 | true", **no_venv()).stderr.count("\n") == 1
+    for wrong in (["--plan=1,H100,8O"], ["--plan=16,H100"], ["--plan=1,H100", "--price=0"]):
+        refused = bash(REPO, "speedrun.sh", *wrong, **no_venv())
+        assert refused.returncode == 2 and refused.stderr.splitlines()[-1].startswith("error: "), refused
+        assert refused.stdout == ""
     assert problems(shown, REPO) == []
     commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown, re.M)
     stages = "base_train base_eval mid_train chat_eval chat_sft chat_eval chat_rl chat_eval"

@@ -9,7 +9,7 @@ import torch
 from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.recipe import accumulation_steps, choose_batch_size
-from nanochat.plan.memory import GIB, samples_at_once, shaped, split_into_stages, state_bytes
+from nanochat.plan.memory import GIB, counted, samples_at_once, shaped, state_bytes
 from nanochat.plan.step_time import FP8_GPUS, step_time
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Gpu
@@ -133,9 +133,6 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float =
     `hours` the largest of all depths whose stages end in them, with as much of RL as then ends. `depth`: only this one.
     UserError if none fits.
     """
-    if depth not in (-1, *SIZES):
-        raise UserError(f"depth={depth}: expected one of {', '.join(map(str, SIZES))}")
-
     def with_rl(choice: Choice) -> Choice | None:
         """The choice with as much of RL as ends in the hours, perhaps none; None if it cannot end."""
         for rl_steps in RL_STEPS:
@@ -173,7 +170,7 @@ def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> 
     """Lines for a user who decides. The cost includes idle GPUs and the stages after pretraining."""
     whole = cost(choice, ranks, gpu)
     run = whole.run
-    parameters = sum(split_into_stages(config_of(choice.depth))[0].units)
+    parameters = sum(counted(config_of(choice.depth)).units)
     text = (
         f"depth {choice.depth}: {parameters / 1e6:,.0f} million parameters; {run.steps:,} steps of "
         f"{run.total_batch_size:,} tokens in {run.micro_steps} micro-step(s)\n"
@@ -209,7 +206,7 @@ def disk(depth: int) -> int:
     GiB of disk that a speedrun needs, in whole tens: two checkpoints of each of four stages and one that is being
     written, text and its tokens, and the rest.
     """
-    (model,) = split_into_stages(config_of(depth))
+    model = counted(config_of(depth))
     states = state_bytes(2, 1, torch.bfloat16, model.adamw, model.muon, ema_nesterov=True)
     shards = SIZES[depth].shards
     tokens = shards * 250e6 / 4.7  # of about 4.7 characters; 2 bytes each

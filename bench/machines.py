@@ -1,18 +1,23 @@
 """
 How long a step takes on a cluster: seconds of computing, of sending over links within and between hosts, of waiting.
-docs/machines.md, docs/many_gpus.md. docs/zero.md compares the bytes of `collectives` with those that pass PyTorch's
-dispatcher, docs/many_hosts.md with a network interface's traffic.
+bench.layouts prints it, docs/step.html draws it. docs/zero.md compares the bytes of `collectives` with those that pass
+PyTorch's dispatcher, docs/many_hosts.md with a network interface's traffic.
 """
 import itertools
 import math
-from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
-from nanochat.model.gpt_config import GPTConfig
-from nanochat.plan.memory import FLOAT32, needed_bytes, split_into_stages
+from nanochat.model.gpt import model_without_memory
+from nanochat.model.gpt_config import LARGE_DEPTH, GPTConfig
+from nanochat.optim.pipeline import stage_layers
+from nanochat.plan.memory import FLOAT32, count, pass_bytes, state_bytes, with_margins
 from nanochat.runtime.files import read_toml
+
+BF16 = torch.bfloat16
 
 
 class Link(NamedTuple):
@@ -20,7 +25,7 @@ class Link(NamedTuple):
     latency: float = 0.0        # least seconds that a message takes
 
 
-LINKS = {name: Link(**row) for name, row in read_toml("plan/links.toml").items()}
+LINKS = {name: Link(**row) for name, row in read_toml(str(Path(__file__).with_name("links.toml"))).items()}
 
 
 class Collective(NamedTuple):
@@ -118,8 +123,31 @@ class Layout(NamedTuple):
 # ---- A step
 
 
+class Stage(NamedTuple):
+    """The part of a model that a pipeline stage has; with one stage, the model."""
+
+    layers: range
+    flops: int              # per token, forward and backward; sum of all stages: GPT.estimate_flops
+    units: list[int]        # this and the rest as in `Counts`
+    adamw: int
+    muon: int
+    products: list[int]
+
+
+@cache
+def split_into_stages(config: GPTConfig, pipeline_stages: int = 1) -> list[Stage]:
+    """UserError for more stages than layers."""
+    stages = []
+    for layers in stage_layers(config, pipeline_stages):
+        model = model_without_memory(config)
+        model.keep_layers(layers)
+        flops = 6 * model.count_parameters("matrix", "head") + 12 * config.n_embd * sum(map(config.window, layers))
+        stages.append(Stage(layers, flops, *count(model)))
+    return stages
+
+
 class StepPlan(NamedTuple):
-    """An optimizer step of a rank. Computing and bytes are averages over the stages of a pipeline."""
+    """An optimizer step of a rank, in bfloat16. Computing and bytes sent are averages over the stages of a pipeline."""
 
     compute: float      # seconds of forward and backward passes
     update: float       # seconds of Muon
@@ -127,25 +155,23 @@ class StepPlan(NamedTuple):
     bubble: float       # seconds that a stage idles: the pipeline fills, drains, sends, and is uneven
     within: float       # bytes sent within the host
     between: float      # bytes sent to other hosts
+    needs: float        # bytes of the GPU's memory, margins included
 
     @property
     def seconds(self) -> float:
         return self.compute + self.update + self.exposed + self.bubble
 
 
-def plan_step(
-    config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, batch_tokens: int
-) -> StepPlan:
-    """rate: FLOP/s that a rank achieves; batch_tokens: of a step over all ranks."""
-    parts = split_into_stages(config, layout.pipeline_stages)
-    stages = len(parts)
+def plan_step(config: GPTConfig, cluster: Cluster, layout: Layout, rate: float) -> StepPlan:
+    """rate: FLOP/s that a rank achieves."""
+    stages, micro_steps = layout.pipeline_stages, layout.micro_steps
     ranks = cluster.ranks // stages  # of each stage
-    tokens = batch_tokens / ranks / layout.micro_steps
+    tokens = layout.rows * config.sequence_len
     head = config.padded_vocab_size * config.n_embd
     within = between = exposed = update = 0.0
     busy = []  # seconds of each stage for one micro-batch
-    for part in parts:
-        sent = collectives(layout.zero_stage, layout.shards, ranks // layout.shards, layout.micro_steps, dtype,
+    for part in split_into_stages(config, stages):
+        sent = collectives(layout.zero_stage, layout.shards, ranks // layout.shards, micro_steps, BF16,
                            sum(part.units), part.muon, head)
         for c in sent:
             near, far, _ = cluster.sent(c)
@@ -155,19 +181,19 @@ def plan_step(
         forward = tokens * part.flops / rate / 3
         backward = (2 + layout.checkpointing) * forward
         if not busy:  # a pipeline's first stage begins first and ends last: what others send hides while they idle
-            exposed = (waiting(cluster, sent, "forward", forward, part.units, layout.micro_steps)
-                       + waiting(cluster, sent, "backward", backward, part.units, layout.micro_steps))
+            for behind, seconds in ("forward", forward), ("backward", backward):
+                exposed += waiting(cluster, [c for c in sent if c.behind == behind], seconds, part.units, micro_steps)
         busy.append(forward + backward)
         # Muon: matrices travel to their owners and back. A matrix has one owner: more ranks than matrices do not help.
         products = max(sum(part.products) / layout.shards, max(part.products)) / rate
         exchange = cluster.seconds([c for c in sent if c.kind == "all-to-all"], len(part.units))
         update = max(update, products + exchange)
-    compute = layout.micro_steps * sum(busy) / stages
+    compute = micro_steps * sum(busy) / stages
 
     # A micro-batch's stream goes from each stage to the next; a gradient of equal size comes back.
-    stream = tokens * config.n_embd * config.streams * dtype.itemsize
+    stream = tokens * config.n_embd * config.streams * BF16.itemsize
     for number in range(1, stages):
-        sent_both_ways = 2 * layout.micro_steps * stream / stages
+        sent_both_ways = 2 * micro_steps * stream / stages
         if number % cluster.on_a_host(stages, ranks):
             link = cluster.within
             within += sent_both_ways
@@ -179,15 +205,16 @@ def plan_step(
 
     # 1F1B: the slowest stage is always busy, except while the first micro-batch arrives and the last one leaves. With
     # uneven stages and slow links this is up to a fifth off: docs/step.html runs the schedule pass by pass.
-    passes = sum(busy) + (layout.micro_steps - 1) * max(busy)
-    return StepPlan(compute, update, exposed, max(passes - compute, 0.0), within, between)
+    passes = sum(busy) + (micro_steps - 1) * max(busy)
+    needs = with_margins(rank_bytes(config, layout, BF16), cluster.ranks)
+    return StepPlan(compute, update, exposed, max(passes - compute, 0.0), within, between, needs)
 
 
 def waiting(
-    cluster: Cluster, sent: list[Collective], behind: str, pass_seconds: float, units: list[int], micro_steps: int
+    cluster: Cluster, sent: list[Collective], pass_seconds: float, units: list[int], micro_steps: int
 ) -> float:
     """
-    Seconds that the "forward" or "backward" passes of a step, of pass_seconds each, wait for collectives. Sending
+    Seconds that the forward or backward passes of a step, of pass_seconds each, wait for their collectives. Sending
     hides behind a pass, except for the time beyond the pass, or at least the first unit's time: its parameters are
     needed first, its gradients complete last.
     """
@@ -195,44 +222,73 @@ def waiting(
         seconds = cluster.seconds(chosen, len(units))
         return max(seconds - pass_seconds, seconds * units[0] / sum(units))
 
-    once = [c for c in sent if c.behind == behind]
-    always = [c for c in once if c.times == micro_steps]
-    return wait(once) + (micro_steps - 1) * wait(always)
+    return wait(sent) + (micro_steps - 1) * wait([c for c in sent if c.times == micro_steps])
+
+
+def rank_bytes(config: GPTConfig, layout: Layout, dtype: torch.dtype, compiled: bool = True) -> float:
+    """
+    `nanochat.plan.memory.step_bytes` for each stage of ZeRO, and in a pipeline for the stage that holds most. Within 6%
+    of the tensors that eager steps hold (tests/test_gpu_dry_run.py); pipelines were not compared.
+    """
+    zero_stage, shards, rows, micro_steps, checkpointing, stages = layout
+    passes = pass_bytes(config, rows, dtype, checkpointing, compiled)
+    peaks = []
+    for number, part in enumerate(split_into_stages(config, stages)):
+        is_last = number == stages - 1
+        states = state_bytes(zero_stage, shards, dtype, part.adamw, part.muon, config.n_layer >= LARGE_DEPTH)
+        # Activations, in a pipeline of all micro-batches whose backward pass is still to come.
+        saved = len(part.layers) * passes.kept + 2 * config.smear * passes.stream
+        activations = saved * min(stages - number, micro_steps)
+        if stages > 1:  # buffers for the streams of each micro-batch, there and back, for each neighbour
+            neighbours = (number > 0) + (not is_last)
+            activations += neighbours * micro_steps * config.streams * passes.stream
+
+        # Gradients when the last backward pass begins, and when it ends.
+        gradients = FLOAT32 * sum(part.units)
+        begin, end = gradients, gradients
+        if micro_steps == 1:
+            begin = 0
+        if shards > 1 and stages == 1:
+            # Two neighbouring units, being computed and sent, are whole; on stage 3 so are two units' weights.
+            whole = max(map(sum, itertools.pairwise([0, *part.units])))
+            end = gradients / shards + FLOAT32 * whole
+            if zero_stage == 3:
+                begin = gradients / shards + dtype.itemsize * whole
+                end += dtype.itemsize * whole
+            elif zero_stage == 2 and micro_steps > 1:
+                begin = gradients / shards + FLOAT32 * sum(part.units[:2])  # last units of the micro-step before
+        update = (gradients + 3.7 * dtype.itemsize * part.muon) / shards
+        step = max(begin + activations + max(passes.loss * is_last, passes.working),
+                   end + passes.block + passes.working, update)
+        peaks.append(states.parameters + states.optimizer + step)
+    return max(peaks)
 
 
 # ---- The fastest layout
 
 
-def bytes_on_a_rank(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype) -> float:
-    """Bytes of a GPU's memory that training needs, margins included."""
-    ranks = layout.shards if layout.zero_stage else cluster.ranks // layout.pipeline_stages
-    return needed_bytes(config, layout.rows, dtype, ranks, layout.checkpointing, layout.zero_stage, layout.micro_steps,
-                        layout.pipeline_stages)
-
-
-def layouts(config: GPTConfig, cluster: Cluster, batch_tokens: int) -> Iterator[Layout]:
-    """Ways to run such a step: each pipeline stage has a layer, and takes whole hosts or an equal part of one."""
-    for stages in range(1, config.n_layer + 1):
-        ranks = cluster.ranks // stages
-        if cluster.ranks % stages or (ranks % cluster.per_host and cluster.per_host % ranks):
-            continue
-        # A copy is shared by the ranks of 1, 2, 4, … hosts, or by all.
-        sizes = {min(cluster.per_host << i, ranks) for i in range(ranks.bit_length())}
-        sharing = [(0, 1)]
-        for zero_stage in (1, 2, 3) if stages == 1 else (1,):
-            sharing += [(zero_stage, size) for size in sorted(sizes) if ranks % size == 0]
-        rows = batch_tokens // (config.sequence_len * ranks)
-        micro_steps = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
-        for (zero_stage, shards), checkpointing, count in itertools.product(sharing, (False, True), micro_steps):
-            yield Layout(zero_stage, shards, rows // count, count, checkpointing, stages)
-
-
 def fastest_layout(
-    config: GPTConfig, cluster: Cluster, rate: float, dtype: torch.dtype, batch_tokens: int, memory: float
+    config: GPTConfig, cluster: Cluster, rate: float, batch_tokens: int, memory: float
 ) -> tuple[Layout, StepPlan] | None:
-    """The layout with the fastest step that fits into the memory; None: nothing fits."""
+    """
+    The layout with the fastest step of batch_tokens over all ranks, a power of two, that fits into the memory; None:
+    nothing fits. Each pipeline stage has a layer, and takes whole hosts or an equal part of one.
+    """
     plans = []
-    for layout in layouts(config, cluster, batch_tokens):
-        if bytes_on_a_rank(config, cluster, layout, dtype) <= memory:
-            plans.append((layout, plan_step(config, cluster, layout, rate, dtype, batch_tokens)))
+    for stages in powers_of_two(min(config.n_layer, cluster.ranks)):
+        ranks = cluster.ranks // stages
+        # A copy is shared by the ranks of a stage on 1, 2, 4, … hosts.
+        sizes = [size for size in powers_of_two(ranks) if size >= min(cluster.per_host, ranks)]
+        sharing = [(0, 1), *itertools.product((1, 2, 3) if stages == 1 else (1,), sizes)]
+        rows = batch_tokens // (config.sequence_len * ranks)
+        counts = [n for n in powers_of_two(rows) if rows % n == 0 and n >= stages]
+        for (zero_stage, shards), checkpointing, n in itertools.product(sharing, (False, True), counts):
+            layout = Layout(zero_stage, shards, rows // n, n, checkpointing, stages)
+            plan = plan_step(config, cluster, layout, rate)
+            if plan.needs <= memory:
+                plans.append((layout, plan))
     return min(plans, key=lambda plan: plan[1].seconds, default=None)
+
+
+def powers_of_two(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length())]
