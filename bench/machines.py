@@ -14,7 +14,8 @@ import torch
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import LARGE_DEPTH, GPTConfig
 from nanochat.optim.pipeline import stage_layers
-from nanochat.plan.memory import FLOAT32, count, pass_bytes, state_bytes, with_margins
+from nanochat.plan.memory import FLOAT32, GIB, Counts, count, pass_bytes, state_bytes, with_margins
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import read_toml
 
 BF16 = torch.bfloat16
@@ -47,25 +48,22 @@ def collectives(
     Muon's; head: the last unit's, which stage 3 keeps whole from its forward to its backward pass.
     """
     # A reduce-scatter or an all-gather of S bytes sends S · (N − 1)/N; an all-reduce is both.
-    gradients = total * FLOAT32 * (shards - 1) / shards
-    gathered = total * dtype.itemsize * (shards - 1) / shards
-    sent = []
-    if shards > 1:
-        # From stage 2 on no whole gradient is kept from one micro-step to the next.
-        sums = micro_steps if zero_stage >= 2 else 1
-        sent.append(Collective("reduce-scatter", gradients, shards, times=sums, behind="backward"))
-        gathers = micro_steps if zero_stage == 3 else 1
-        sent.append(Collective("all-gather", gathered, shards, times=gathers, behind="forward"))
-        if zero_stage == 3:
-            again = gathered * (1 - head / total)
-            sent.append(Collective("all-gather", again, shards, times=micro_steps, behind="backward"))
+    share = (shards - 1) / shards
+    gathered = total * dtype.itemsize * share
+    # From stage 2 on no whole gradient is kept from one micro-step to the next.
+    sums = micro_steps if zero_stage >= 2 else 1
+    gathers = micro_steps if zero_stage == 3 else 1
+    gathered_again = gathered * (1 - head / total) if zero_stage == 3 else 0
+    sums_of_shards = 2 * total * FLOAT32 / shards * (replicas - 1) / replicas
+    sent = [
+        Collective("reduce-scatter", total * FLOAT32 * share, shards, times=sums, behind="backward"),
+        Collective("all-gather", gathered, shards, times=gathers, behind="forward"),
+        Collective("all-gather", gathered_again, shards, times=micro_steps, behind="backward"),
         # Each matrix travels to its owner and back.
-        matrices = 2 * muon * dtype.itemsize / shards * (shards - 1) / shards
-        sent.append(Collective("all-to-all", matrices, shards))
-    if replicas > 1:
-        sums_of_shards = 2 * total * FLOAT32 / shards * (replicas - 1) / replicas
-        sent.append(Collective("all-reduce", sums_of_shards, replicas, shards, behind="backward"))
-    return sent
+        Collective("all-to-all", 2 * muon * dtype.itemsize / shards * share, shards),
+        Collective("all-reduce", sums_of_shards, replicas, shards, behind="backward"),
+    ]
+    return [c for c in sent if c.bytes]
 
 
 class Cluster(NamedTuple):
@@ -82,20 +80,20 @@ class Cluster(NamedTuple):
 
     def sent(self, collective: Collective) -> tuple[float, float, float]:
         """Bytes that a rank sends to ranks of its host and to other hosts; seconds of latency."""
-        size = collective.ranks
-        here = self.on_a_host(size, collective.stride)
+        kind, sent, size, stride, *_ = collective
+        here = self.on_a_host(size, stride)
         hosts = size // here
         # away: share of the bytes that leaves the host. near, far: sequential messages within and between hosts.
-        if collective.kind == "all-to-all":  # matrices go directly to their owners, all at once, and back
+        if kind == "all-to-all":  # matrices go directly to their owners, all at once, and back
             away, near, far = (size - here) / (size - 1), 2 * min(here - 1, 1), 2
-        elif collective.kind == "all-reduce":  # there and back, a ring in each host, a tree between hosts
+        elif kind == "all-reduce":  # there and back, a ring in each host, a tree between hosts
             away, near, far = 1 / here, 2 * (here - 1), 2 * math.ceil(math.log2(hosts))
         else:  # a ring goes through the group host by host, and leaves each host at one rank
             away, near, far = 1 / here, hosts * (here - 1), hosts
         if hosts == 1:
             away = far = 0
         latency = near * self.within.latency + far * self.between.latency
-        return collective.bytes * (1 - away), collective.bytes * away, latency
+        return sent * (1 - away), sent * away, latency
 
     def seconds(self, chosen: list[Collective], units: int) -> float:
         """How long collectives of that many units take if nothing else runs. Both links work at the same time."""
@@ -128,10 +126,7 @@ class Stage(NamedTuple):
 
     layers: range
     flops: int              # per token, forward and backward; sum of all stages: GPT.estimate_flops
-    units: list[int]        # this and the rest as in `Counts`
-    adamw: int
-    muon: int
-    products: list[int]
+    counts: Counts
 
 
 @cache
@@ -142,7 +137,7 @@ def split_into_stages(config: GPTConfig, pipeline_stages: int = 1) -> list[Stage
         model = model_without_memory(config)
         model.keep_layers(layers)
         flops = 6 * model.count_parameters("matrix", "head") + 12 * config.n_embd * sum(map(config.window, layers))
-        stages.append(Stage(layers, flops, *count(model)))
+        stages.append(Stage(layers, flops, count(model)))
     return stages
 
 
@@ -164,36 +159,34 @@ class StepPlan(NamedTuple):
 
 def plan_step(config: GPTConfig, cluster: Cluster, layout: Layout, rate: float) -> StepPlan:
     """rate: FLOP/s that a rank achieves."""
-    stages, micro_steps = layout.pipeline_stages, layout.micro_steps
+    zero_stage, shards, rows, micro_steps, checkpointing, stages = layout
     ranks = cluster.ranks // stages  # of each stage
-    tokens = layout.rows * config.sequence_len
+    tokens = rows * config.sequence_len
     head = config.padded_vocab_size * config.n_embd
     within = between = exposed = update = 0.0
     busy = []  # seconds of each stage for one micro-batch
-    for part in split_into_stages(config, stages):
-        sent = collectives(layout.zero_stage, layout.shards, ranks // layout.shards, micro_steps, BF16,
-                           sum(part.units), part.muon, head)
+    for _, flops, (units, _, muon, matrices) in split_into_stages(config, stages):
+        sent = collectives(zero_stage, shards, ranks // shards, micro_steps, BF16, sum(units), muon, head)
         for c in sent:
             near, far, _ = cluster.sent(c)
             within += c.times * near / stages
             between += c.times * far / stages
         # The forward pass has a third of the FLOPs.
-        forward = tokens * part.flops / rate / 3
-        backward = (2 + layout.checkpointing) * forward
+        forward = tokens * flops / rate / 3
+        backward = (2 + checkpointing) * forward
         if not busy:  # a pipeline's first stage begins first and ends last: what others send hides while they idle
-            for behind, seconds in ("forward", forward), ("backward", backward):
-                exposed += waiting(cluster, [c for c in sent if c.behind == behind], seconds, part.units, micro_steps)
+            exposed = waiting(cluster, sent, {"forward": forward, "backward": backward}, units, micro_steps)
         busy.append(forward + backward)
         # Muon: matrices travel to their owners and back. A matrix has one owner: more ranks than matrices do not help.
-        products = max(sum(part.products) / layout.shards, max(part.products)) / rate
-        exchange = cluster.seconds([c for c in sent if c.kind == "all-to-all"], len(part.units))
+        products = max(sum(matrices) / shards, max(matrices)) / rate
+        exchange = cluster.seconds([c for c in sent if c.kind == "all-to-all"], len(units))
         update = max(update, products + exchange)
     compute = micro_steps * sum(busy) / stages
 
     # A micro-batch's stream goes from each stage to the next; a gradient of equal size comes back.
     stream = tokens * config.n_embd * config.streams * BF16.itemsize
+    sent_both_ways = 2 * micro_steps * stream / stages
     for number in range(1, stages):
-        sent_both_ways = 2 * micro_steps * stream / stages
         if number % cluster.on_a_host(stages, ranks):
             link = cluster.within
             within += sent_both_ways
@@ -206,89 +199,82 @@ def plan_step(config: GPTConfig, cluster: Cluster, layout: Layout, rate: float) 
     # 1F1B: the slowest stage is always busy, except while the first micro-batch arrives and the last one leaves. With
     # uneven stages and slow links this is up to a fifth off: docs/step.html runs the schedule pass by pass.
     passes = sum(busy) + (micro_steps - 1) * max(busy)
-    needs = with_margins(rank_bytes(config, layout, BF16), cluster.ranks)
+    needs = with_margins(rank_bytes(config, layout), cluster.ranks)
     return StepPlan(compute, update, exposed, max(passes - compute, 0.0), within, between, needs)
 
 
 def waiting(
-    cluster: Cluster, sent: list[Collective], pass_seconds: float, units: list[int], micro_steps: int
+    cluster: Cluster, sent: list[Collective], passes: dict[str, float], units: list[int], micro_steps: int
 ) -> float:
     """
-    Seconds that the forward or backward passes of a step, of pass_seconds each, wait for their collectives. Sending
+    Seconds that the "forward" and "backward" passes of a step, each of so many seconds, wait for collectives. Sending
     hides behind a pass, except for the time beyond the pass, or at least the first unit's time: its parameters are
     needed first, its gradients complete last.
     """
-    def wait(chosen: list[Collective]) -> float:
-        seconds = cluster.seconds(chosen, len(units))
-        return max(seconds - pass_seconds, seconds * units[0] / sum(units))
+    exposed = 0.0
+    for behind, pass_seconds in passes.items():
+        once = [c for c in sent if c.behind == behind]
+        always = [c for c in once if c.times == micro_steps]
+        for chosen, times in (once, 1), (always, micro_steps - 1):
+            seconds = cluster.seconds(chosen, len(units))
+            exposed += times * max(seconds - pass_seconds, seconds * units[0] / sum(units))
+    return exposed
 
-    return wait(sent) + (micro_steps - 1) * wait([c for c in sent if c.times == micro_steps])
 
-
-def rank_bytes(config: GPTConfig, layout: Layout, dtype: torch.dtype, compiled: bool = True) -> float:
+def rank_bytes(config: GPTConfig, layout: Layout, compiled: bool = True) -> float:
     """
-    `nanochat.plan.memory.step_bytes` for each stage of ZeRO, and in a pipeline for the stage that holds most. Within 6%
-    of the tensors that eager steps hold (tests/test_gpu_dry_run.py); pipelines were not compared.
+    `nanochat.plan.memory.step_bytes` in bfloat16 for each stage of ZeRO, and in a pipeline for the stage that holds
+    most. Within 6% of the tensors that eager steps hold (tests/test_gpu_dry_run.py); pipelines were not compared.
     """
     zero_stage, shards, rows, micro_steps, checkpointing, stages = layout
-    passes = pass_bytes(config, rows, dtype, checkpointing, compiled)
+    stream, block, kept, working, loss = pass_bytes(config, rows, BF16, checkpointing, compiled)
     peaks = []
-    for number, part in enumerate(split_into_stages(config, stages)):
-        is_last = number == stages - 1
-        states = state_bytes(zero_stage, shards, dtype, part.adamw, part.muon, config.n_layer >= LARGE_DEPTH)
+    for number, (layers, _, (units, adamw, muon, _)) in enumerate(split_into_stages(config, stages)):
+        states = state_bytes(zero_stage, shards, BF16, adamw, muon, config.n_layer >= LARGE_DEPTH)
         # Activations, in a pipeline of all micro-batches whose backward pass is still to come.
-        saved = len(part.layers) * passes.kept + 2 * config.smear * passes.stream
+        saved = len(layers) * kept + 2 * config.smear * stream
         activations = saved * min(stages - number, micro_steps)
-        if stages > 1:  # buffers for the streams of each micro-batch, there and back, for each neighbour
-            neighbours = (number > 0) + (not is_last)
-            activations += neighbours * micro_steps * config.streams * passes.stream
+        # Buffers for the streams of each micro-batch, there and back, for each neighbour in a pipeline.
+        activations += ((number > 0) + (number < stages - 1)) * micro_steps * config.streams * stream
 
         # Gradients when the last backward pass begins, and when it ends.
-        gradients = FLOAT32 * sum(part.units)
+        gradients = FLOAT32 * sum(units)
         begin, end = gradients, gradients
-        if micro_steps == 1:
-            begin = 0
         if shards > 1 and stages == 1:
             # Two neighbouring units, being computed and sent, are whole; on stage 3 so are two units' weights.
-            whole = max(map(sum, itertools.pairwise([0, *part.units])))
+            whole = max(map(sum, itertools.pairwise([0, *units])))
             end = gradients / shards + FLOAT32 * whole
-            if zero_stage == 3:
-                begin = gradients / shards + dtype.itemsize * whole
-                end += dtype.itemsize * whole
-            elif zero_stage == 2 and micro_steps > 1:
-                begin = gradients / shards + FLOAT32 * sum(part.units[:2])  # last units of the micro-step before
-        update = (gradients + 3.7 * dtype.itemsize * part.muon) / shards
-        step = max(begin + activations + max(passes.loss * is_last, passes.working),
-                   end + passes.block + passes.working, update)
+            if zero_stage == 2:
+                begin = gradients / shards + FLOAT32 * sum(units[:2])  # last units of the micro-step before
+        if micro_steps == 1:
+            begin = 0
+        if zero_stage == 3:
+            begin = gradients / shards + BF16.itemsize * whole
+            end += BF16.itemsize * whole
+        update = (gradients + 3.7 * BF16.itemsize * muon) / shards
+        step = max(begin + activations + max(loss * (number == stages - 1), working), end + block + working, update)
         peaks.append(states.parameters + states.optimizer + step)
     return max(peaks)
 
 
-# ---- The fastest layout
-
-
-def fastest_layout(
-    config: GPTConfig, cluster: Cluster, rate: float, batch_tokens: int, memory: float
-) -> tuple[Layout, StepPlan] | None:
+def fastest_layout(config: GPTConfig, cluster: Cluster, rate: float, batch_tokens: int, memory: float) -> Layout:
     """
-    The layout with the fastest step of batch_tokens over all ranks, a power of two, that fits into the memory; None:
-    nothing fits. Each pipeline stage has a layer, and takes whole hosts or an equal part of one.
+    The layout with the fastest step of batch_tokens over all ranks, a power of two, that fits into the memory. Each
+    pipeline stage has a layer, and takes whole hosts or an equal part of one. UserError if nothing fits.
     """
-    plans = []
-    for stages in powers_of_two(min(config.n_layer, cluster.ranks)):
+    seconds = {}
+    powers = [2**i for i in range(20)]
+    for stages, zero_stage, shards, checkpointing, micro_steps in itertools.product(
+            powers, range(4), powers, (False, True), powers):
         ranks = cluster.ranks // stages
+        rows = batch_tokens // (config.sequence_len * ranks * micro_steps) if ranks else 0
         # A copy is shared by the ranks of a stage on 1, 2, 4, … hosts.
-        sizes = [size for size in powers_of_two(ranks) if size >= min(cluster.per_host, ranks)]
-        sharing = [(0, 1), *itertools.product((1, 2, 3) if stages == 1 else (1,), sizes)]
-        rows = batch_tokens // (config.sequence_len * ranks)
-        counts = [n for n in powers_of_two(rows) if rows % n == 0 and n >= stages]
-        for (zero_stage, shards), checkpointing, n in itertools.product(sharing, (False, True), counts):
-            layout = Layout(zero_stage, shards, rows // n, n, checkpointing, stages)
+        shared = min(cluster.per_host, ranks) <= shards <= ranks if zero_stage else shards == 1
+        if rows and shared and stages <= min(config.n_layer, micro_steps) and (stages == 1 or zero_stage < 2):
+            layout = Layout(zero_stage, shards, rows, micro_steps, checkpointing, stages)
             plan = plan_step(config, cluster, layout, rate)
             if plan.needs <= memory:
-                plans.append((layout, plan))
-    return min(plans, key=lambda plan: plan[1].seconds, default=None)
-
-
-def powers_of_two(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length())]
+                seconds[layout] = plan.seconds
+    if not seconds:
+        raise UserError(f"no layout fits into {memory / GIB:g} GiB: take more GPUs or a smaller depth")
+    return min(seconds, key=seconds.__getitem__)

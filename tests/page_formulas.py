@@ -142,13 +142,13 @@ RULES = (
      "--gpus=64 --depth=24"),
     ("Many hosts share it in parts, as a ring through all has too many messages: over 256 GPUs stage 1 waits {2.waits} "
      "s, over {7.shards} {7.waits}.",
-     "--gpus=256 --depth=24 --device_batch_size=2 --total_batch_size=1048576"),
+     "--gpus=256 --depth=24 --device_batch_size=2"),
     ("A link that hides nothing wants a pipeline: {7.pipeline} stages wait {7.waits} s and idle {7.bubble}, one waits "
      "{2.waits}. Or a better link: MFU is {7.mfu}.", "--gpus=64 --depth=32 --between=eth10"),
     ("The batch ends it: with a row for each of 512 GPUs MFU is {7.mfu} at best.",
-     "--gpus=512 --depth=24 --device_batch_size=1 --total_batch_size=1048576"),
+     "--gpus=512 --depth=24 --device_batch_size=1"),
 )
-Line = namedtuple("Line", "stage shards pipeline rows recompute needs sends between waits bubble step mfu")
+Line = namedtuple("Line", "stage shards rows micro_steps recompute pipeline needs sends between waits bubble step mfu")
 
 
 def rules() -> str:

@@ -65,7 +65,7 @@ def test_memory_is_that_of_the_formula(ranks, stage, micro_steps, rows, depth, l
         config = config_from_depth(depth, 65536, length, arch=arch)
         count = dry_step(ranks, config, rows, stage, micro_steps, checkpointing)
         layout = Layout(stage, ranks if stage else 1, rows, micro_steps, checkpointing)
-        formula = rank_bytes(config, layout, torch.bfloat16, compiled=False)
+        formula = rank_bytes(config, layout, compiled=False)
         assert formula == pytest.approx(count.peak, rel=0.06), arch
         if stage == 2:
             ours = step_bytes(config, rows, torch.bfloat16, ranks, checkpointing, micro_steps, compiled=False)
@@ -96,5 +96,5 @@ def test_memory_of_stage_3_is_that_of_the_formula(monkeypatch, micro_steps):
     measured = max(itertools.accumulate(event.nbytes() for event in events))
     model = counted(config)
     states = state_bytes(3, 2, torch.bfloat16, model.adamw, model.muon)
-    formula = rank_bytes(config, Layout(3, 2, 4, micro_steps), torch.bfloat16, compiled=False)
+    formula = rank_bytes(config, Layout(3, 2, 4, micro_steps), compiled=False)
     assert formula - states.parameters - states.optimizer == pytest.approx(measured, rel=0.05)

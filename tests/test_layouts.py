@@ -92,7 +92,8 @@ def test_a_pipeline_of_two_hosts():
     cluster, steps = Cluster(8, 4, Link(100e9), Link(1e9, 1e-3)), 8
     model = split_into_stages(CONFIG, 4)
     assert sum(part.flops for part in model) == PER_TOKEN and model[-1].layers.stop == 20
-    assert sum(part.adamw + part.muon for part in model) == TOTAL and sum(part.muon for part in model) == MATRICES
+    counts = [part.counts for part in model]
+    assert sum(part.adamw + part.muon for part in counts) == TOTAL and sum(part.muon for part in counts) == MATRICES
     plan = plan_step(CONFIG, cluster, Layout(1, 2, 16, steps, pipeline_stages=4), RATE)
     stream = 2 * 16 * 2048 * 1280  # bytes of a micro-batch's; there and back
     of_groups = 1 / 2 * (4 + 2) * TOTAL / 4 + 1 / 2 * 2 * 2 * MATRICES / 4 / 2
@@ -128,7 +129,7 @@ def test_the_fastest_layout_that_fits():
     """Of depth 32 on 32 GPUs, among all layouts in powers of two."""
     config = config_from_depth(32, 65536, 2048, arch="modern")
     cluster = Cluster(32, 8, LINKS["nvlink4"], LINKS["hdr"])
-    best, plan = fastest_layout(config, cluster, RATE, 2**20, 80 * GIB)
+    best = fastest_layout(config, cluster, RATE, 2**20, 80 * GIB)
     times = {}
     for stages, shards, i, again in itertools.product((1, 2, 4, 8, 16, 32), (8, 16, 32), range(9), (False, True)):
         ranks, micro_steps = 32 // stages, 2**i
@@ -138,7 +139,7 @@ def test_the_fastest_layout_that_fits():
             tried = plan_step(config, cluster, layout, RATE)
             if tried.needs <= 80 * GIB:
                 times[layout] = tried.seconds
-    assert times[best] == plan.seconds == min(times.values()) < max(times.values())
+    assert times[best] == min(times.values()) < max(times.values())
 
 
 def test_the_command():
@@ -147,8 +148,8 @@ def test_the_command():
     rows = [line.strip("| ").split(" | ") for line in shown.stdout.splitlines() if line.startswith("| ")][2:]
     *stages_of_zero, best = rows
     sharded = [[str(stage), size, "1"] for stage in (1, 2, 3) for size in ("8", "64")]
-    assert [row[:3] for row in stages_of_zero] == [["0", "1", "1"], *sharded]
-    assert float(best[10]) == min(float(row[10]) for row in rows) and int(best[2]) > 1
+    assert [[*row[:2], row[5]] for row in stages_of_zero] == [["0", "1", "1"], *sharded]
+    assert float(best[11]) == min(float(row[11]) for row in rows) and int(best[5]) > 1
     for wrong in ("--between=none", "--gpus=12", "--depth=300"):
         refused = run_module("bench.layouts", wrong)
         assert refused.returncode == 1 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1

@@ -57,7 +57,7 @@ def test_its_numbers_are_the_planners(page):
         wanted = [expected.seconds - expected.bubble, expected.within, expected.between]
         assert numbers == pytest.approx(wanted, rel=1e-10, abs=1e-12), choice
         assert found["seconds"] == pytest.approx(expected.seconds, rel=1e-10 if stages == 1 else 0.22), choice
-        states = [state_bytes(stage, shards, torch.bfloat16, part.adamw, part.muon)
+        states = [state_bytes(stage, shards, torch.bfloat16, part.counts.adamw, part.counts.muon)
                   for part in split_into_stages(config, stages)]
         assert list(found["holds"].values()) == pytest.approx(list(max(states, key=sum)), rel=1e-10), choice
         if stages > 1:

@@ -10,7 +10,6 @@ from ranks import device_of, run_on_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from bench.machines import Layout, rank_bytes
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.adamw import DistAdamW
@@ -18,7 +17,7 @@ from nanochat.optim.ema_nesterov import DECAY as MEAN_DECAY
 from nanochat.optim.ema_nesterov import EMANesterov
 from nanochat.optim.muon import DistMuon, orthogonalize
 from nanochat.optim.zero import shard_model
-from nanochat.plan.memory import counted
+from nanochat.plan.memory import counted, step_bytes
 
 CPU = torch.device("cpu")
 ROWS = 120      # rows of a batch: they divide by 1, 2, 3, 4 and 5 ranks and by 2 micro-steps
@@ -326,4 +325,4 @@ def test_a_run_begins_with_one_whole_unit_beside_the_shards(dtype):
             expected = max(expected, kept + own + 4 * unit)
             kept += own
         assert [peaks[stage] for peaks in measured] == pytest.approx([expected] * ranks, rel=1e-3), stage
-        assert expected < rank_bytes(config, Layout(stage, ranks if stage else 1, 1, 2), dtype)
+        assert stage != 2 or expected < step_bytes(config, 1, dtype, ranks)
