@@ -6,8 +6,7 @@ PyTorch's dispatcher, docs/many_hosts.md with a network interface's traffic.
 import itertools
 import math
 from functools import cache
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,18 +25,18 @@ class Link(NamedTuple):
     latency: float = 0.0        # least seconds that a message takes
 
 
-LINKS = {name: Link(**row) for name, row in read_toml(str(Path(__file__).with_name("links.toml"))).items()}
+LINKS = {name: Link(**row) for name, row in read_toml("../bench/links.toml").items()}
 
 
 class Collective(NamedTuple):
     """One of the collectives of an optimizer step, `times` times."""
 
-    kind: Literal["reduce-scatter", "all-gather", "all-reduce", "all-to-all"]
+    kind: str           # reduce-scatter, all-gather, all-reduce or all-to-all
     bytes: float        # that a rank sends each time, on average
     ranks: int          # in the group
     stride: int = 1     # between neighbours of the group: 1 for ranks that share a copy, more for replicas of a shard
     times: int = 1
-    behind: Literal["forward", "backward", ""] = ""  # the pass that runs meanwhile; "": none
+    behind: str = ""    # the pass that runs meanwhile: forward or backward; "": none
 
 
 def collectives(

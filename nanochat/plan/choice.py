@@ -59,23 +59,6 @@ def config_of(depth: int) -> GPTConfig:
     return config_from_depth(depth, SIZES[depth].vocab_size, 2048, arch="modern")
 
 
-class Pretraining(NamedTuple):
-    total_batch_size: int   # tokens of a step
-    micro_steps: int
-    steps: int
-
-
-def pretraining(config: GPTConfig, ranks: int, rows: int, ratio: float) -> Pretraining:
-    """
-    Batch and steps of base_train with `rows` rows per rank and micro-step, `ratio` tokens per parameter of matrices and
-    head.
-    """
-    tokens = ratio * shaped(config).count_parameters("matrix", "head")
-    total_batch_size = choose_batch_size(-1, tokens, rows * config.sequence_len * ranks)
-    micro_steps = accumulation_steps(total_batch_size, rows, config.sequence_len, ranks)
-    return Pretraining(total_batch_size, micro_steps, max(round(tokens / total_batch_size), 1))
-
-
 class Choice(NamedTuple):
     depth: int
     rows: int               # at a time on each GPU
@@ -84,7 +67,9 @@ class Choice(NamedTuple):
 
 
 class Cost(NamedTuple):
-    run: Pretraining
+    total_batch_size: int   # tokens of a step of pretraining
+    micro_steps: int
+    steps: int
     hours: float            # of pretraining, at least
     most_hours: float
     least: float            # hours of all stages
@@ -107,21 +92,25 @@ def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     """
     depth, rows, recompute, rl_steps = choice
     config = config_of(depth)
-    run = pretraining(config, ranks, rows, SIZES[depth].ratio)
+    tokens = SIZES[depth].ratio * shaped(config).count_parameters("matrix", "head")
+    total_batch_size = choose_batch_size(-1, tokens, rows * config.sequence_len * ranks)
+    micro_steps = accumulation_steps(total_batch_size, rows, config.sequence_len, ranks)
+    steps = max(round(tokens / total_batch_size), 1)
     fp8 = gpu.name in FP8_GPUS and config.n_embd >= MIN_WIDTH
     slower = (4 / 3 if recompute else 1) * (WAITING if ranks > 1 else 1)
-    step, later_step = (slower * step_time(config, rows, run.micro_steps, ranks, gpu, bits8).seconds
+    step, later_step = (slower * step_time(config, rows, micro_steps, ranks, gpu, bits8).seconds
                         for bits8 in (fp8, False))
-    rate = run.total_batch_size / step
+    rate = total_batch_size / step
     mfu = rate * shaped(config).estimate_flops() / (ranks * gpu.peak)
     # RL trains on about 300 tokens of a problem and its answer.
-    later_steps = (AFTER + rl_steps * SAMPLED * 300) / run.total_batch_size
-    pretrained, later = run.steps * step / 3600, later_steps * later_step / 3600  # hours
+    later_steps = (AFTER + rl_steps * SAMPLED * 300) / total_batch_size
+    pretrained, later = steps * step / 3600, later_steps * later_step / 3600  # hours
     batches = 1.1 * rl_steps * math.ceil(SAMPLED / ranks / samples_at_once(config, ranks, gpu)) + JUDGED / ranks / 32
     decoded = batches * depth * DECODING / 3600  # hours for a token of each batch
     longer = SLOWER / WAITING if ranks > 1 else SLOWER
-    return Cost(run, pretrained, longer * pretrained, FIXED + pretrained + later + 150 * decoded,
-                FIXED + longer * (pretrained + later) + 256 * decoded, rate, mfu)
+    least = FIXED + pretrained + later + 150 * decoded
+    most = FIXED + longer * (pretrained + later) + 256 * decoded
+    return Cost(total_batch_size, micro_steps, steps, pretrained, longer * pretrained, least, most, rate, mfu)
 
 
 RowsThatFit = Callable[[int, int, bool], int]  # from the most to try, a depth, whether activations are computed twice
@@ -169,11 +158,10 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float =
 def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> str:
     """Lines for a user who decides. The cost includes idle GPUs and the stages after pretraining."""
     whole = cost(choice, ranks, gpu)
-    run = whole.run
     parameters = sum(counted(config_of(choice.depth)).units)
     text = (
-        f"depth {choice.depth}: {parameters / 1e6:,.0f} million parameters; {run.steps:,} steps of "
-        f"{run.total_batch_size:,} tokens in {run.micro_steps} micro-step(s)\n"
+        f"depth {choice.depth}: {parameters / 1e6:,.0f} million parameters; {whole.steps:,} steps of "
+        f"{whole.total_batch_size:,} tokens in {whole.micro_steps} micro-step(s)\n"
         f"pretraining on {ranks} x {gpu.name} of {gpu.memory:.0f} GB: {whole.hours:.2f} to "
         f"{whole.most_hours:.2f} hours, at best {whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a "
         "run that shows less than half in ten steps\n"
