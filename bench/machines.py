@@ -238,18 +238,16 @@ def rank_bytes(config: GPTConfig, layout: Layout, compiled: bool = True) -> floa
 
         # Gradients when the last backward pass begins, and when it ends.
         gradients = FLOAT32 * sum(units)
-        begin, end = gradients, gradients
+        begin, end = gradients if micro_steps > 1 else 0, gradients
         if shards > 1 and stages == 1:
             # Two neighbouring units, being computed and sent, are whole; on stage 3 so are two units' weights.
             whole = max(map(sum, itertools.pairwise([0, *units])))
             end = gradients / shards + FLOAT32 * whole
-            if zero_stage == 2:
+            if zero_stage == 3:
+                begin = gradients / shards + BF16.itemsize * whole
+                end += BF16.itemsize * whole
+            elif zero_stage == 2 and micro_steps > 1:
                 begin = gradients / shards + FLOAT32 * sum(units[:2])  # last units of the micro-step before
-        if micro_steps == 1:
-            begin = 0
-        if zero_stage == 3:
-            begin = gradients / shards + BF16.itemsize * whole
-            end += BF16.itemsize * whole
         update = (gradients + 3.7 * BF16.itemsize * muon) / shards
         step = max(begin + activations + max(loss * (number == stages - 1), working), end + block + working, update)
         peaks.append(states.parameters + states.optimizer + step)

@@ -150,6 +150,7 @@ def test_the_command():
     sharded = [[str(stage), size, "1"] for stage in (1, 2, 3) for size in ("8", "64")]
     assert [[*row[:2], row[5]] for row in stages_of_zero] == [["0", "1", "1"], *sharded]
     assert float(best[11]) == min(float(row[11]) for row in rows) and int(best[5]) > 1
+    assert run_module("bench.layouts", "--gpus=1", "--depth=12").returncode == 0
     for wrong in ("--between=none", "--gpus=12", "--depth=300"):
         refused = run_module("bench.layouts", wrong)
         assert refused.returncode == 1 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
