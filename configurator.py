@@ -26,7 +26,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from nanochat.runtime.console import escape_unprintable
 from nanochat.runtime.environment import set_environment
@@ -69,12 +69,17 @@ def configure(script_globals: dict[str, Any]) -> dict[str, Any]:
     try:
         overrides = read_arguments(argv, settings)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse(error)
     config = {name: overrides.get(name, setting.default) for name, setting in settings.items()}
     install_one_line_errors(config)
     script_globals.update(config)
     return config
+
+
+def refuse(problem: object) -> NoReturn:
+    """End with exit code 2: the command line is wrong."""
+    print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 # ---- The script: which settings there are

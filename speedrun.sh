@@ -15,6 +15,7 @@ for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;; --full) depth=4 ;; --rehearse) stages=rehearsal ;; --run=?*) wandb=$argument ;;
         --plan=[1-9]*[,x]?*) plan=${argument#*=} ;;
+        --plan*) echo "error: $argument: expected a number of GPUs, a comma and a name: --plan=1,RTX4090" >&2; exit 2 ;;
         --price=?* | --hours=*[1-9]* | --depth=?*) choose+=" $argument" ;;
         --folder=?*) folder=${argument#*=} folder=${folder/#\~/$HOME}
             [[ $folder == /* ]] || folder=$PWD/$folder  # a relative path begins where you are
@@ -38,10 +39,10 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
     NANOCHAT_BASE_DIR=$(mktemp -d); exec 3>&1 >"$NANOCHAT_BASE_DIR/plan"
     trap 'cat "$NANOCHAT_BASE_DIR/plan" >&3 || :; rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
 once() { python -m scripts.once ${plan:+--show} "$@"; }  # not again what is done; a plan only shows it
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-[ "$gpus$plan" != 0 ] || [ -z "$choose$wandb" ] || {
+gpus=$plan; [ -n "$plan" ] || gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+[ "$gpus" != 0 ] || [ -z "$choose$wandb" ] || {
     echo "error:$choose${wandb:+ $wandb}: there is no GPU here; --plan=1,H100 shows what one would do" >&2; exit 2; }
-[ "$gpus$plan" != 0 ] || { . runs/$stages.sh; exit; }
+[ "$gpus" != 0 ] || { . runs/$stages.sh; exit; }
 
 # ---- What fits here, or on the planned GPUs, and ends in the hours. Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4
 # RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125 RL=467 SAMPLES=256; docs/gpus.md

@@ -23,7 +23,6 @@ from torch.profiler import profile
 from bench.harness import PageBlock, random_tokens
 from nanochat.model.compile import compile_model
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.memory import split_into_stages
 from nanochat.plan.step_trial import set_up_training
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.flops import measured_matmul_flops
@@ -82,7 +81,7 @@ for event in profiler.key_averages(group_by_input_shape=True):
     spent[part] += event.self_cpu_time_total
 
 # ---- The table. FLOPs as MFU counts them: the embedding, as large as the head, counts nothing
-flops_of_token = {LINEAR: 6 * split_into_stages(config)[0].muon, HEAD: 6 * config.padded_vocab_size * config.n_embd,
+flops_of_token = {LINEAR: 6 * model.count_parameters("matrix"), HEAD: 6 * config.padded_vocab_size * config.n_embd,
                   ATTENTION: 12 * depth * config.n_embd * max_seq_len}
 parts = {part: computing * spent[part] / spent.total() for part in (*flops_of_token, OTHER)}  # seconds
 parts |= {"optimizers, Newton–Schulz included": updating, STEP: step_time}

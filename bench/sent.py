@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness import random_tokens
+from bench.machines import collectives
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.plan.machines import collectives
-from nanochat.plan.memory import split_into_stages, state_bytes
+from nanochat.plan.memory import counted, state_bytes
 from nanochat.plan.step_trial import set_up_training, train_step, whole_rows
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 
@@ -187,7 +187,7 @@ def measure(config: GPTConfig, stage: int, dtype: torch.dtype) -> tuple[dict[str
 def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[dict]:
     """Each stage: memory of the fullest rank, traffic as the mean over ranks, and both by the formulas."""
     results = []
-    (model,) = split_into_stages(config)
+    model = counted(config)
     counts = model.adamw + model.muon, model.muon, config.padded_vocab_size * config.n_embd
     kind = getattr(torch, dtype)
     for stage in STAGES:

@@ -34,8 +34,8 @@ fi
 # train TAG --depth=… --setting=value …: validates at the start and end. A finished run with intact files is skipped.
 train() {
     local tag=$1; shift
-    if [ "$gpus" -ge 1 ]; then  # what fits into memory, up to 16: a step's batch is a multiple of all ranks' rows
-        fits=$(python -m scripts.plan "$1" --device_batch_size=16 | sed -n 's/.* \(--device_batch_size=.*\)/\1/p')
+    if [ "$gpus" -ge 1 ]; then  # up to 16 rows: a step's batch is a multiple of all ranks' rows
+        fits=$(python -m scripts.plan "$1" | grep -e ^--device_batch_size=)
     fi
     python -m scripts.once "${launch[@]}" scripts.base_train --data="$DATA" --model_tag="$tag" --resume=auto $fits \
         --eval_every=1000000000 --sample_every=-1 "${model[@]}" "$@"

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from configurator import read_arguments, read_settings
-from nanochat.corpus.make_dataset import default_name
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
 from nanochat.runtime.files import base_dir, sha256, write_text
@@ -55,6 +54,8 @@ def files_of(command: list[str]) -> tuple[str, list[str], list[str]]:
     values = {name: setting.default for name, setting in settings.items()}
     values |= read_arguments(command[place + 1 :], settings)
     if script == "dataset":
+        from nanochat.corpus.make_dataset import default_name  # it imports pyarrow, and a plan calls this often
+
         values["name"] = values["name"] or default_name(values["source"])
     # Trainings are called as their stage: the page finds them by "mid-TAG".
     kinds = {name: stage for stage, name in SCRIPTS.items()}

@@ -18,9 +18,9 @@ from unittest.mock import patch
 import torch
 
 from bench.harness import PageBlock
+from bench.machines import LINKS, Cluster, Layout, plan_step
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
-from nanochat.plan.memory import GIB, largest_rows, needed_bytes, split_into_stages
+from nanochat.plan.memory import GIB, counted, largest_rows, needed_bytes, shaped
 from nanochat.plan.step_time import step_time
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import datasheet_gpu
@@ -41,12 +41,11 @@ def links() -> str:
     for name in ("nvlink5", "nvlink4", "pcie5", "ndr", "eth10"):
         link, line = LINKS[name], [f"`{name}`"]
         for stage in (1, 2, 3):
-            step = plan_step(CONFIGS["modern"], Cluster(8, 8, link, link), Layout(stage, 8, 8, 4), RATE, BF16, 2**19)
+            step = plan_step(CONFIGS["modern"], Cluster(8, 8, link, link), Layout(stage, 8, 8, 4), RATE)
             line.append(f"{1e3 * step.within / link.bandwidth:,.0f}")
         for config in CONFIGS.values():
-            (model,) = split_into_stages(config)
-            seconds = sum(model.units) * 7 / 8 / link.bandwidth  # to send a byte of each parameter
-            backward = LENGTH * model.flops / RATE * 2 / 3
+            seconds = sum(counted(config).units) * 7 / 8 / link.bandwidth  # to send a byte of each parameter
+            backward = LENGTH * shaped(config).estimate_flops() / RATE * 2 / 3
             line += [math.ceil(n * seconds / backward) for n in (4, 6)]
         lines.append(line)
     return markdown_table(["link", "sends, ms: stage 1", "stage 2", "stage 3", "rows, classic: stage 2", "stage 3",
@@ -66,18 +65,18 @@ def fits() -> str:
             rows, more = (rows_in(size, config, 64, 1, twice) or "none" for twice in (False, True))
             line.append(f"{rows} ({more})")
         lines.append(line)
-    sizes = {depth: sum(split_into_stages(config)[0].units) / 1e6 for depth, config in configs.items()}
+    sizes = {depth: sum(counted(config).units) / 1e6 for depth, config in configs.items()}
     columns = [f"depth {depth} ({size:,.0f} M parameters)" for depth, size in sizes.items()]
     return markdown_table(["GPU memory", *columns], lines)
 
 
-def plan(*settings: str) -> str:
-    """What scripts.plan prints, or its error."""
+def printed_by(module: str, *settings: str) -> str:
+    """What a command prints, or its error."""
     printed = io.StringIO()
-    argv, hook = patch("sys.argv", ["plan", *settings]), patch("sys.excepthook")
+    argv, hook = patch("sys.argv", [module, *settings]), patch("sys.excepthook")
     with argv, hook, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         try:
-            runpy.run_module("scripts.plan", run_name="__main__")
+            runpy.run_module(module, run_name="__main__")
         except UserError as error:
             return str(error)
     return printed.getvalue()
@@ -88,7 +87,7 @@ def one_gpu() -> str:
     for name in ("H100", "A100,80", "A100,40", "RTX PRO 6000", "RTX A6000", "RTX 4090", "RTX 3090", "L4", "V100", "T4"):
         line = [name, f"{datasheet_gpu(name).price:.2f}"]
         for hours in (1, 2, 4):
-            printed = plan("--gpus=1", f"--gpu={name}", f"--hours={hours}")
+            printed = printed_by("scripts.plan", "--gpus=1", f"--gpu={name}", f"--hours={hours}")
             too_long = re.search(r"takes up to ([\d.]+)", printed)
             if too_long:
                 line.append(f"({too_long[1]})")
@@ -104,7 +103,8 @@ def one_gpu() -> str:
 
 def costs() -> str:
     """The lines from depth 22 to 12."""
-    lines = [line for line in plan("--gpus=8", "--gpu=H100").splitlines() if line.startswith("--depth")]
+    printed = printed_by("scripts.plan", "--gpus=8", "--gpu=H100")
+    lines = [line for line in printed.splitlines() if line.startswith("--depth")]
     return "\n".join(["```", *lines[:6], "```"])
 
 
@@ -127,36 +127,37 @@ def published() -> str:
 
 RULES = (
     ("Take the lowest of stages 1 to 3 that fits: each keeps less and sends more. They need {1.needs}, {2.needs}, "
-     "{3.needs} GB, and send {1.sends}, {2.sends}, {3.sends} a step.", "--gpus=8 --gpu=H100 --depth=24"),
+     "{3.needs} GB, and send {1.sends}, {2.sends}, {3.sends} a step.", "--gpus=8 --depth=24"),
     ("With Muon never stage 0, where every rank repeats all products: a step of {0.step} s, on stage 1 {2.step}.",
-     "--gpus=64 --gpu=H100 --depth=24"),
+     "--gpus=64 --depth=24"),
     ("NVLink hides every stage: with only 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, {3.waits} s of {3.step}.",
-     "--gpus=8 --gpu=H100 --depth=24 --device_batch_size=2"),
+     "--gpus=8 --depth=24 --device_batch_size=2"),
     ("PCIe takes rows, or stage 1, which sends once a step: with 2 rows stages 1 to 3 wait {1.waits}, {2.waits}, "
-     "{3.waits} s.", "--gpus=8 --gpu=H100 --depth=24 --device_batch_size=2 --link=pcie5"),
+     "{3.waits} s.", "--gpus=8 --depth=24 --device_batch_size=2 --link=pcie5"),
     ("Deep models hide stage 3 best: it waits {3.waits} of {3.step} s, and needs {3.needs} GB, stage 1 {1.needs}.",
-     "--gpus=8 --gpu=H100 --depth=48 --device_batch_size=4"),
+     "--gpus=8 --depth=48 --device_batch_size=4"),
     ("If that does not fit, recompute activations: {7.needs} GB for {6.needs}, {7.step} s for {6.step}.",
-     "--gpus=16 --gpu=H100 --depth=88"),
+     "--gpus=16 --depth=88"),
     ("A few hosts share one copy, and so Muon's products: {2.step} s a step, shared by a host {1.step}.",
-     "--gpus=64 --gpu=H100 --depth=24"),
+     "--gpus=64 --depth=24"),
     ("Many hosts share it in parts, as a ring through all has too many messages: over 256 GPUs stage 1 waits {2.waits} "
      "s, over {7.shards} {7.waits}.",
-     "--gpus=256 --gpu=H100 --depth=24 --device_batch_size=2 --total_batch_size=1048576"),
+     "--gpus=256 --depth=24 --device_batch_size=2"),
     ("A link that hides nothing wants a pipeline: {7.pipeline} stages wait {7.waits} s and idle {7.bubble}, one waits "
-     "{2.waits}. Or a better link: MFU is {7.mfu}.", "--gpus=64 --gpu=H100 --depth=32 --between=eth10"),
+     "{2.waits}. Or a better link: MFU is {7.mfu}.", "--gpus=64 --depth=32 --between=eth10"),
     ("The batch ends it: with a row for each of 512 GPUs MFU is {7.mfu} at best.",
-     "--gpus=512 --gpu=H100 --depth=24 --device_batch_size=1 --total_batch_size=1048576"),
+     "--gpus=512 --depth=24 --device_batch_size=1"),
 )
-Line = namedtuple("Line", "stage shards pipeline rows needs sends between waits bubble step mfu hours")
+Line = namedtuple("Line", "stage shards rows micro_steps recompute pipeline needs sends between waits bubble step mfu")
 
 
 def rules() -> str:
     """Each rule with numbers of the table that its command prints, by line and column."""
     lines = []
     for rule, settings in RULES:
-        rows = [line.split(" | ") for line in plan(*settings.split()).splitlines() if line.startswith("| ")]
-        lines.append([rule.format(*itertools.starmap(Line, rows[2:])), f"`python -m scripts.plan {settings}`"])
+        printed = printed_by("bench.layouts", *settings.split())
+        rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+        lines.append([rule.format(*itertools.starmap(Line, rows[2:])), f"`python -m bench.layouts {settings}`"])
     return markdown_table(["rule", "command"], lines, range(2))
 
 

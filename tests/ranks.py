@@ -49,8 +49,8 @@ context.set_forkserver_preload([
     "nanochat.eval.task_eval", "nanochat.corpus.eval_bundle", "nanochat.corpus.learn_tokenizer",
     "nanochat.corpus.make_dataset", "nanochat.training.starting", "nanochat.training.metrics",
     "nanochat.optim.optimizers", "nanochat.optim.pipeline", "nanochat.training.rollouts",
-    "nanochat.training.session", "nanochat.optim.schedule", "nanochat.tasks", "nanochat.plan.machines",
-    "nanochat.plan.step_trial",
+    "nanochat.training.session", "nanochat.optim.schedule", "nanochat.tasks",
+    "nanochat.plan.choice", "nanochat.plan.step_trial",
 ])
 
 CONSEQUENCES = 0.3  # seconds after the first failure in which other ranks may report: the cause can arrive later

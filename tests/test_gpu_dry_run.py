@@ -8,9 +8,10 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import one_rank_of
+from bench.machines import Layout, rank_bytes
 from nanochat.model import loss
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.memory import split_into_stages, state_bytes, step_bytes
+from nanochat.plan.memory import counted, state_bytes, step_bytes
 from nanochat.plan.step_trial import set_up_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only")  # of a fake process group
@@ -50,7 +51,7 @@ def test_collectives_of_a_step_are_those_of_the_documentation(eight_ranks):
         "reduce": {("allreduce_", "float64"): 1}, "adamw": {}, "muon": {("alltoall_base_", "bfloat16"): 2 * 3},
         "gather": {("_allgather_base_", "bfloat16"): 4},
     }
-    total = sum(split_into_stages(CONFIG)[0].units)
+    total = sum(counted(CONFIG).units)
     assert total <= eight_ranks.gathered < total + 4 * 8 * 8, "no more than padding: 7 elements a unit and rank"
 
 
@@ -63,8 +64,12 @@ def test_memory_is_that_of_the_formula(ranks, stage, micro_steps, rows, depth, l
     for arch in ("modern", "classic"):
         config = config_from_depth(depth, 65536, length, arch=arch)
         count = dry_step(ranks, config, rows, stage, micro_steps, checkpointing)
-        formula = step_bytes(config, rows, torch.bfloat16, ranks, checkpointing, stage, micro_steps, compiled=False)
+        layout = Layout(stage, ranks if stage else 1, rows, micro_steps, checkpointing)
+        formula = rank_bytes(config, layout, compiled=False)
         assert formula == pytest.approx(count.peak, rel=0.06), arch
+        if stage == 2:
+            ours = step_bytes(config, rows, torch.bfloat16, ranks, checkpointing, micro_steps, compiled=False)
+            assert ours == pytest.approx(count.peak, rel=0.06), arch
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
@@ -89,7 +94,7 @@ def test_memory_of_stage_3_is_that_of_the_formula(monkeypatch, micro_steps):
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     measured = max(itertools.accumulate(event.nbytes() for event in events))
-    (model,) = split_into_stages(config)
+    model = counted(config)
     states = state_bytes(3, 2, torch.bfloat16, model.adamw, model.muon)
-    formula = step_bytes(config, 4, torch.bfloat16, 2, False, 3, micro_steps, compiled=False)
+    formula = rank_bytes(config, Layout(3, 2, 4, micro_steps), compiled=False)
     assert formula - states.parameters - states.optimizer == pytest.approx(measured, rel=0.05)

@@ -1,5 +1,6 @@
 """What a node with GPUs does to this repo, without one: drivers, Pythons and compilers that are stand-ins."""
 import re
+import shlex
 import subprocess
 import sys
 
@@ -96,9 +97,7 @@ torch.cuda.init = init
     assert "8 GPU(s)" in refused.stderr and "too old (found version 12020)" in refused.stderr
 
 
-def test_the_plan_for_a_machine_with_gpus_is_made_by_trial():
-    """Eight stand-ins of an H100, on which 16 rows fit; where nothing can be compiled, it ends."""
-    change = """
+H100S = """
 import shutil, types
 import nanochat.plan.step_trial as trial
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
@@ -110,11 +109,41 @@ def try_steps(config, rows, *args, **settings):
         raise trial.UserError("{problem}")
 trial.try_steps = try_steps
 """
-    fine = as_a_gpu_node(change.replace("{problem}", "out of memory"), "--depth=20")
-    assert "RANKS=8 DEPTH=20 ROWS=16 FEW=4 RECOMPUTE=False " in fine.stdout, fine.stderr
+
+
+def test_the_plan_for_a_machine_with_gpus_is_made_by_trial(tmp_path):
+    """Eight stand-ins of an H100, on which 16 rows fit; where nothing can be compiled, it ends."""
+    file = f"--file={tmp_path / 'gpus'}"
+    fine = as_a_gpu_node(H100S.replace("{problem}", "out of memory"), "--depth=20", file)
+    assert "RANKS=8 DEPTH=20 ROWS=16 FEW=4 RECOMPUTE=False " in (tmp_path / "gpus").read_text(), fine.stderr
     assert "pretraining on 8 x H100 of 74 GB" in fine.stdout
-    refused = as_a_gpu_node(change.replace("{problem}", "no C compiler"), "--depth=20")
-    assert (refused.returncode, refused.stderr) == (1, "error: no C compiler\n")
+    refused = as_a_gpu_node(H100S.replace("{problem}", "no C compiler"), "--depth=20", f"{file}-none")
+    assert refused.returncode == 1 and refused.stderr.endswith("\nerror: no C compiler\n")
+
+
+@pytest.mark.parametrize("series", ["miniseries.sh", "scaling_laws.sh"])
+def test_a_series_begins_on_a_machine_with_gpus(tmp_path, series):
+    """With as many rows as its trial finds, at a depth that no speedrun has; the tasks' datasets are not installed."""
+    copy_scripts(tmp_path)
+    for name in (series, "machine.sh"):
+        (tmp_path / "runs" / name).write_bytes((REPO / "runs" / name).read_bytes())
+    node = H100S.replace("{problem}", "out of memory").replace("rows > 16", "rows > 8") + """
+import importlib.util
+importlib.util.find_spec = lambda name, find=importlib.util.find_spec: None if name == "datasets" else find(name)
+"""
+    plan = f"import torch, runpy\n{node}\nrunpy.run_module('scripts.plan', run_name='__main__', alter_sys=True)"
+    write_python(tmp_path, f"""case "$*" in
+    *scripts.plan*) shift 2; cd {REPO}; exec {warm_python()} -c {shlex.quote(plan)} "$@" ;;
+    *) echo "$@" >> calls ;;
+esac
+""")
+    (tmp_path / ".venv" / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0; echo GPU 1")
+    (tmp_path / ".venv" / "bin" / "nvidia-smi").chmod(0o755)
+    done = bash(tmp_path, f"runs/{series}", NANOCHAT_NO_VENV="1", NANOCHAT_BASE_DIR=f"{tmp_path}", DEPTHS="11",
+                BUDGETS="1e18", PATH=f"{tmp_path}/.venv/bin:/usr/bin:/bin")
+    assert done.returncode == 0, done.stderr
+    (trained,) = (line for line in (tmp_path / "calls").read_text().splitlines() if "scripts.base_train" in line)
+    assert "--nproc_per_node=2" in trained and " --depth=11 " in trained and " --device_batch_size=8 " in trained
 
 
 def test_a_gpu_is_not_trained_on_eagerly_unless_asked_for(monkeypatch):

@@ -10,7 +10,7 @@ from ranks import run_on_ranks
 from test_many_ranks import TINY, arguments, difference, script
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.memory import split_into_stages
+from nanochat.plan.memory import counted
 from nanochat.training.checkpoint import list_steps
 
 # At a forward pass the sums of the step before are at their ends, and those of this one wait for this rank's gradients.
@@ -55,7 +55,7 @@ def test_two_hosts_are_one(base_folder, tmp_path):
     assert "2 ranks on host0, 2 ranks on host1\n" in printed[0] and not any(printed[1:])
     assert difference(losses("one"), losses("two")) < 1e-4
     config = config_from_depth(2, vocabulary, TINY["max_seq_len"], arch="classic")
-    expected = 4 * sum(split_into_stages(config)[0].units)
+    expected = 4 * sum(counted(config).units)
     for of_rank in sent:
         assert 1 < (of_rank[5] - of_rank[1]) / 4 / expected < 1.02  # headers are 0.8%
 

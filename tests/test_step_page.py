@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import REPO
 
+from bench.machines import LINKS, Cluster, Layout, plan_step, split_into_stages
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
-from nanochat.plan.memory import split_into_stages, state_bytes
+from nanochat.plan.memory import state_bytes
 from nanochat.runtime.flops import datasheet_gpu
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
@@ -49,8 +49,7 @@ def test_its_numbers_are_the_planners(page):
         shards = 1 if stage == 0 else ranks if share == "by all" else min(per_host, ranks)
         cluster = Cluster(hosts * per_host, per_host, LINKS[within], LINKS[between])
         layout = Layout(stage, shards, 8, micro_steps, pipeline_stages=stages)
-        expected = plan_step(
-            config, cluster, layout, datasheet_gpu("H100").peak / 2, torch.bfloat16, 8 * 2048 * micro_steps * ranks)
+        expected = plan_step(config, cluster, layout, datasheet_gpu("H100").peak / 2)
         choice = {"stage": stage, "pipeline": stages, "hosts": hosts, "perHost": per_host, "share": share,
                   "microSteps": micro_steps, "rows": 8, "depth": depth, "within": within, "between": between}
         found = page.evaluate("choice => refusal(settled(choice)) || plan(settled(choice))", choice)
@@ -58,7 +57,7 @@ def test_its_numbers_are_the_planners(page):
         wanted = [expected.seconds - expected.bubble, expected.within, expected.between]
         assert numbers == pytest.approx(wanted, rel=1e-10, abs=1e-12), choice
         assert found["seconds"] == pytest.approx(expected.seconds, rel=1e-10 if stages == 1 else 0.22), choice
-        states = [state_bytes(stage, shards, torch.bfloat16, part.adamw, part.muon)
+        states = [state_bytes(stage, shards, torch.bfloat16, part.counts.adamw, part.counts.muon)
                   for part in split_into_stages(config, stages)]
         assert list(found["holds"].values()) == pytest.approx(list(max(states, key=sum)), rel=1e-10), choice
         if stages > 1:

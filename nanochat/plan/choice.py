@@ -9,7 +9,7 @@ import torch
 from nanochat.model.fp8 import MIN_WIDTH
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.recipe import accumulation_steps, choose_batch_size
-from nanochat.plan.memory import GIB, samples_at_once, shaped, split_into_stages, state_bytes
+from nanochat.plan.memory import GIB, counted, samples_at_once, shaped, state_bytes
 from nanochat.plan.step_time import FP8_GPUS, step_time
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Gpu
@@ -24,10 +24,11 @@ CPU_STEPS = {
 }
 # The most rows at a time: a step has 512, and with 32, gradients are summed half as often as with 16.
 MAX_ROWS = 32
-# A step as it runs for an hour on eight H100s, against the estimate: published ones took 1.13 to 1.20 times as long.
-SLOWER = 1.2
+# A step as it runs for an hour, against the estimate, which does not wait for other GPUs: published ones of eight H100s
+# took 1.13 to 1.20 times as long. One GPU waits for none.
+WAITING, SLOWER = 1.13, 1.2
 # Tokens of mid-training and fine-tuning, half a billion, and what evaluations read, as tokens of training that would
-# take as long: guessed, half of it CORE's.
+# take as long: guessed, half of it CORE's. All in bfloat16: only pretraining has 8 bits.
 AFTER = 0.7e9
 # Steps of RL on gsm8k: all, or fewer if hours are short; and the answers of a step. Evaluations sample a tenth more.
 RL_STEPS = 467, 360, 240, 120, 0
@@ -58,26 +59,6 @@ def config_of(depth: int) -> GPTConfig:
     return config_from_depth(depth, SIZES[depth].vocab_size, 2048, arch="modern")
 
 
-class Pretraining(NamedTuple):
-    total_batch_size: int   # tokens of a step
-    micro_steps: int
-    steps: int
-
-
-def pretraining(
-    config: GPTConfig, ranks: int, rows: int, ratio: float = 8.0, total_batch_size: int = -1
-) -> Pretraining:
-    """
-    Batch and steps of base_train with `rows` rows per rank and micro-step, `ratio` tokens per parameter of matrices and
-    head.
-    """
-    tokens = ratio * shaped(config).count_parameters("matrix", "head")
-    if total_batch_size == -1:
-        total_batch_size = choose_batch_size(-1, tokens, rows * config.sequence_len * ranks)
-    micro_steps = accumulation_steps(total_batch_size, rows, config.sequence_len, ranks)
-    return Pretraining(total_batch_size, micro_steps, max(round(tokens / total_batch_size), 1))
-
-
 class Choice(NamedTuple):
     depth: int
     rows: int               # at a time on each GPU
@@ -86,8 +67,11 @@ class Choice(NamedTuple):
 
 
 class Cost(NamedTuple):
-    run: Pretraining
-    hours: float            # of pretraining
+    total_batch_size: int   # tokens of a step of pretraining
+    micro_steps: int
+    steps: int
+    hours: float            # of pretraining, at least
+    most_hours: float
     least: float            # hours of all stages
     most: float
     rate: float             # tokens per second of pretraining
@@ -103,25 +87,30 @@ class Cost(NamedTuple):
 
 def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     """
-    The cost of all stages. Training takes up to SLOWER as long as estimated; the longest answer of those that are
-    decoded together has 150 to 256 tokens.
+    The cost of all stages. Training takes as long as estimated, on several GPUs at least WAITING times, and up to
+    SLOWER times; the longest answer of those that are decoded together has 150 to 256 tokens.
     """
     depth, rows, recompute, rl_steps = choice
     config = config_of(depth)
-    run = pretraining(config, ranks, rows, SIZES[depth].ratio)
+    tokens = SIZES[depth].ratio * shaped(config).count_parameters("matrix", "head")
+    total_batch_size = choose_batch_size(-1, tokens, rows * config.sequence_len * ranks)
+    micro_steps = accumulation_steps(total_batch_size, rows, config.sequence_len, ranks)
+    steps = max(round(tokens / total_batch_size), 1)
     fp8 = gpu.name in FP8_GPUS and config.n_embd >= MIN_WIDTH
-    step = step_time(config, rows, run.micro_steps, ranks, gpu, fp8).seconds
-    if recompute:
-        step *= 4 / 3
-    rate = run.total_batch_size / step
+    slower = (4 / 3 if recompute else 1) * (WAITING if ranks > 1 else 1)
+    step, later_step = (slower * step_time(config, rows, micro_steps, ranks, gpu, bits8).seconds
+                        for bits8 in (fp8, False))
+    rate = total_batch_size / step
     mfu = rate * shaped(config).estimate_flops() / (ranks * gpu.peak)
     # RL trains on about 300 tokens of a problem and its answer.
-    trained = run.steps * run.total_batch_size + AFTER + rl_steps * SAMPLED * 300
+    later_steps = (AFTER + rl_steps * SAMPLED * 300) / total_batch_size
+    pretrained, later = steps * step / 3600, later_steps * later_step / 3600  # hours
     batches = 1.1 * rl_steps * math.ceil(SAMPLED / ranks / samples_at_once(config, ranks, gpu)) + JUDGED / ranks / 32
-    decoded = batches * depth * DECODING  # seconds for a token of each batch
-    least = FIXED + (trained / rate + 150 * decoded) / 3600
-    most = FIXED + (SLOWER * trained / rate + 256 * decoded) / 3600
-    return Cost(run, run.steps * step / 3600, least, most, rate, mfu)
+    decoded = batches * depth * DECODING / 3600  # hours for a token of each batch
+    longer = SLOWER / WAITING if ranks > 1 else SLOWER
+    least = FIXED + pretrained + later + 150 * decoded
+    most = FIXED + longer * (pretrained + later) + 256 * decoded
+    return Cost(total_batch_size, micro_steps, steps, pretrained, longer * pretrained, least, most, rate, mfu)
 
 
 RowsThatFit = Callable[[int, int, bool], int]  # from the most to try, a depth, whether activations are computed twice
@@ -133,9 +122,6 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float =
     `hours` the largest of all depths whose stages end in them, with as much of RL as then ends. `depth`: only this one.
     UserError if none fits.
     """
-    if depth not in (-1, *SIZES):
-        raise UserError(f"depth={depth}: expected one of {', '.join(map(str, SIZES))}")
-
     def with_rl(choice: Choice) -> Choice | None:
         """The choice with as much of RL as ends in the hours, perhaps none; None if it cannot end."""
         for rl_steps in RL_STEPS:
@@ -172,13 +158,12 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float =
 def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> str:
     """Lines for a user who decides. The cost includes idle GPUs and the stages after pretraining."""
     whole = cost(choice, ranks, gpu)
-    run = whole.run
-    parameters = sum(split_into_stages(config_of(choice.depth))[0].units)
+    parameters = sum(counted(config_of(choice.depth)).units)
     text = (
-        f"depth {choice.depth}: {parameters / 1e6:,.0f} million parameters; {run.steps:,} steps of "
-        f"{run.total_batch_size:,} tokens in {run.micro_steps} micro-step(s)\n"
+        f"depth {choice.depth}: {parameters / 1e6:,.0f} million parameters; {whole.steps:,} steps of "
+        f"{whole.total_batch_size:,} tokens in {whole.micro_steps} micro-step(s)\n"
         f"pretraining on {ranks} x {gpu.name} of {gpu.memory:.0f} GB: {whole.hours:.2f} to "
-        f"{SLOWER * whole.hours:.2f} hours, at best {whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a "
+        f"{whole.most_hours:.2f} hours, at best {whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a "
         "run that shows less than half in ten steps\n"
         f"in all {whole.least:.1f} to {whole.most:.1f} hours with the other stages, downloads and evaluations\n"
         f"cost {whole.dollars(gpus, price)} for {gpus} GPU(s) at ${price or '?'} per GPU and hour (--price=…)\n"
@@ -199,7 +184,7 @@ def every_depth(ranks: int, gpus: int, gpu: Gpu, price: float, rows_that_fit: Ro
     for depth in SIZES:
         with contextlib.suppress(UserError):
             whole = cost(choose_size(ranks, gpu, rows_that_fit, depth=depth), ranks, gpu)
-            text += (f"--depth={depth}: {whole.hours:.2f} to {SLOWER * whole.hours:.2f} hours of pretraining, "
+            text += (f"--depth={depth}: {whole.hours:.2f} to {whole.most_hours:.2f} hours of pretraining, "
                      f"{whole.least:.1f} to {whole.most:.1f} in all, {whole.dollars(gpus, price)}\n")
     return text
 
@@ -209,7 +194,7 @@ def disk(depth: int) -> int:
     GiB of disk that a speedrun needs, in whole tens: two checkpoints of each of four stages and one that is being
     written, text and its tokens, and the rest.
     """
-    (model,) = split_into_stages(config_of(depth))
+    model = counted(config_of(depth))
     states = state_bytes(2, 1, torch.bfloat16, model.adamw, model.muon, ema_nesterov=True)
     shards = SIZES[depth].shards
     tokens = shards * 250e6 / 4.7  # of about 4.7 characters; 2 bytes each

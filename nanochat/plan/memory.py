@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.model.gpt import model_without_memory
+from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import LARGE_DEPTH, GPTConfig
 from nanochat.model.loss import chunk_rows
-from nanochat.optim.pipeline import stage_layers
 from nanochat.runtime.flops import Gpu
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, for any compute dtype
@@ -60,99 +59,89 @@ def state_bytes(
 shaped = cache(model_without_memory)  # one for each config, never changed
 
 
-class PipelineStage(NamedTuple):
-    """The part of a model that a pipeline stage has; with one stage, the model."""
+class Counts(NamedTuple):
+    """Parameters of a model, or of a part of one."""
 
-    layers: range
-    units: list[int]    # parameters of each unit: embedding, blocks, head, if present
-    adamw: int          # parameters that AdamW updates
+    units: list[int]        # of each unit: embedding, blocks, head, if present
+    adamw: int              # that AdamW updates
     muon: int
-    flops: int          # per token, forward and backward; sum of all stages: GPT.estimate_flops
     products: list[int]     # FLOPs of orthogonalizing each matrix: five steps of three products
 
 
+def count(model: GPT) -> Counts:
+    products, roles = [], model.roles()
+    for name, parameter in model.named_parameters():
+        if roles[name] == "matrix":
+            m, n = sorted(parameter.shape)
+            products.append(5 * (4 * m * m * n + 2 * m**3))
+    units = [sum(p.numel() for p in unit.parameters()) for unit in model.units()]
+    muon = model.count_parameters("matrix")
+    return Counts([size for size in units if size], sum(units) - muon, muon, products)
+
+
 @cache
-def split_into_stages(config: GPTConfig, pipeline_stages: int = 1) -> tuple[PipelineStage, ...]:
-    """UserError for more stages than layers."""
-    stages = []
-    for layers in stage_layers(config, pipeline_stages):
-        model = model_without_memory(config)
-        model.keep_layers(layers)
-        roles = model.roles()
-        counts = [sum(p.numel() for p in unit.parameters()) for unit in model.units()]
-        muon = model.count_parameters("matrix")
-        flops = 6 * model.count_parameters("matrix", "head") + 12 * config.n_embd * sum(map(config.window, layers))
-        products = []
-        for name, parameter in model.named_parameters():
-            if roles[name] == "matrix":
-                m, n = sorted(parameter.shape)
-                products.append(5 * (4 * m * m * n + 2 * m**3))
-        stages.append(PipelineStage(
-            layers, [count for count in counts if count], sum(counts) - muon, muon, flops, products))
-    return tuple(stages)
+def counted(config: GPTConfig) -> Counts:
+    return count(shaped(config))
+
+
+class PassBytes(NamedTuple):
+    """Tensors of the forward and backward pass of a micro-step."""
+
+    stream: float       # a tensor (B, T, C)
+    block: float        # what a block computes for its backward pass
+    kept: float         # of that until the backward pass begins: less if activations are computed twice
+    working: float      # on top, in the backward pass of a block
+    loss: float
+
+
+def pass_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, checkpointing: bool, compiled: bool) -> PassBytes:
+    tokens = rows * config.sequence_len
+    vocab_size = config.padded_vocab_size
+    stream = dtype.itemsize * tokens * config.n_embd
+    # A block saves the inputs of two norms and their results, 4; queries, and inputs and output of attention, 2; relu²,
+    # 4; and keys and values, with a value embedding in every second block, and copies of keys that are offset.
+    block = (10 + 3 * config.n_kv_head / config.n_head) * stream
+    # At most 10 streams in code compiled for an H100, 12 in eager code.
+    working = 12 * stream + block * checkpointing
+    # The loss: two streams; the head's gradient; logits, their gradient, and the previous chunk's.
+    logits = vocab_size * chunk_rows(tokens, vocab_size, "cuda")
+    per_logit = dtype.itemsize + (dtype.itemsize if compiled else 4 * FLOAT32)
+    if tokens * vocab_size > logits:
+        per_logit += dtype.itemsize
+    loss = 2 * stream + FLOAT32 * vocab_size * config.n_embd + per_logit * logits
+    return PassBytes(stream, block, stream if checkpointing else block, working, loss)
 
 
 def step_bytes(
-    config: GPTConfig, rows: int, dtype: torch.dtype, ranks: int = 1, checkpointing: bool = False, zero_stage: int = 2,
-    micro_steps: int = 2, pipeline_stages: int = 1, compiled: bool = True,
+    config: GPTConfig, rows: int, dtype: torch.dtype, ranks: int = 1, checkpointing: bool = False,
+    micro_steps: int = 2, compiled: bool = True,
 ) -> float:
     """
-    The most bytes of tensors that a GPU holds at any moment of a training step, with `rows` rows per micro-step, in the
-    pipeline stage that holds most. `ranks` share one copy of the states.
+    The most bytes of tensors that a GPU holds at any moment of a training step on ZeRO's stage 2, with `rows` rows per
+    micro-step. `ranks` share one copy of the states.
 
     Within 6% of the tensors that eager steps hold, counted without a GPU (tests/test_gpu_dry_run.py). Compiled steps on
     an H100 held 0.2% more in bfloat16, and 6% more in 8 bits (docs/memory.md).
     """
-    itemsize = dtype.itemsize
-    shards = 1 if zero_stage == 0 else ranks
-    tokens = rows * config.sequence_len
-    vocab_size = config.padded_vocab_size
-    stream = itemsize * tokens * config.n_embd  # a tensor (B, T, C)
-    # A block saves the inputs of two norms and their results, 4; queries, and inputs and output of attention, 2; relu²,
-    # 4; and keys and values, with a value embedding in every second block, and copies of keys that are offset.
-    block = (10 + 3 * config.n_kv_head / config.n_head) * stream
-    # The loss: two streams; the head's gradient; logits, their gradient, and the previous chunk's.
-    logits = vocab_size * chunk_rows(tokens, vocab_size, "cuda")
-    per_logit = itemsize + (itemsize if compiled else 4 * FLOAT32)
-    if tokens * vocab_size > logits:
-        per_logit += itemsize
-    loss = 2 * stream + FLOAT32 * vocab_size * config.n_embd + per_logit * logits
+    model = counted(config)
+    # As in a run of LONG steps; a shorter one has no EMA-Nesterov.
+    states = state_bytes(2, ranks, dtype, model.adamw, model.muon, ema_nesterov=config.n_layer >= LARGE_DEPTH)
+    passes = pass_bytes(config, rows, dtype, checkpointing, compiled)
+    activations = config.n_layer * passes.kept + 2 * config.smear * passes.stream  # the smear: two tensors
 
-    peaks = []
-    for number, part in enumerate(split_into_stages(config, pipeline_stages)):
-        is_last = number == pipeline_stages - 1
-        # As in a run of LONG steps; a shorter one has no EMA-Nesterov.
-        ema_nesterov = config.n_layer >= LARGE_DEPTH
-        states = state_bytes(zero_stage, shards, dtype, part.adamw, part.muon, ema_nesterov)
-        gradients = FLOAT32 * (part.adamw + part.muon)
-
-        # Activations, in a pipeline of all micro-batches whose backward pass is still to come. The smear: two tensors.
-        saved = len(part.layers) * (stream if checkpointing else block) + 2 * config.smear * stream
-        activations = saved * min(pipeline_stages - number, micro_steps)
-        if pipeline_stages > 1:  # buffers for the streams of each micro-batch, there and back, for each neighbour
-            neighbours = (number > 0) + (not is_last)
-            activations += neighbours * micro_steps * config.streams * stream
-        # On top, in the backward pass of a block: at most 10 streams in code compiled for an H100, 12 in eager code.
-        working = 12 * stream + block * checkpointing
-
-        # Gradients when the last backward pass begins, and when it ends.
-        begin = end = gradients
-        if micro_steps == 1:
-            begin = 0
-        if shards > 1 and pipeline_stages == 1:
-            # Two neighbouring units, being computed and sent, are whole; on stage 3 so are two units' weights.
-            neighbours = max(map(sum, pairwise([0, *part.units])))
-            gathered = itemsize * neighbours if zero_stage == 3 else 0
-            end = gradients / shards + FLOAT32 * neighbours + gathered
-            if zero_stage == 3:
-                begin = gradients / shards + gathered
-            elif zero_stage == 2 and micro_steps > 1:
-                begin = gradients / shards + FLOAT32 * sum(part.units[:2])  # last units of the micro-step before
-        # The update: all of Muon's, and one shape's products of Newton-Schulz.
-        update = (gradients + 3.7 * itemsize * part.muon) / shards
-        step = max(begin + activations + max(loss * is_last, working), end + block + working, update)
-        peaks.append(states.parameters + states.optimizer + step)
-    return max(peaks)
+    # Gradients when the last backward pass begins, and when it ends.
+    gradients = FLOAT32 * sum(model.units)
+    begin, end = gradients, gradients
+    if ranks > 1:
+        begin = gradients / ranks + FLOAT32 * sum(model.units[:2])  # last units of the micro-step before
+        # Two neighbouring units, being computed and sent, are whole.
+        end = gradients / ranks + FLOAT32 * max(map(sum, pairwise([0, *model.units])))
+    if micro_steps == 1:
+        begin = 0
+    # The update: all of Muon's, and one shape's products of Newton-Schulz.
+    update = (gradients + 3.7 * dtype.itemsize * model.muon) / ranks
+    step = max(begin + activations + max(passes.loss, passes.working), end + passes.block + passes.working, update)
+    return states.parameters + states.optimizer + step
 
 
 # Guessed, for GPUs that were not at hand: what allocators waste; context, cuBLAS and kernels' code; NCCL's buffers.
@@ -161,10 +150,17 @@ GPU_PROCESS = 1.0 * GIB
 NCCL = 0.5 * GIB
 
 
-def needed_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, ranks: int = 1, *args, **settings) -> float:
-    """Bytes of a GPU's memory that training needs, margins included. Arguments as `step_bytes`."""
+def with_margins(tensors: float, ranks: int) -> float:
+    """Bytes of a GPU's memory that a step with this many bytes of tensors needs."""
     process = GPU_PROCESS + NCCL if ranks > 1 else GPU_PROCESS
-    return process + WASTE * step_bytes(config, rows, dtype, ranks, *args, **settings)
+    return process + WASTE * tensors
+
+
+def needed_bytes(
+    config: GPTConfig, rows: int, dtype: torch.dtype, ranks: int = 1, checkpointing: bool = False
+) -> float:
+    """Bytes of a GPU's memory that training needs, margins included."""
+    return with_margins(step_bytes(config, rows, dtype, ranks, checkpointing), ranks)
 
 
 def largest_rows(most: int, fit: Callable[[int], bool]) -> int:
@@ -184,7 +180,7 @@ def samples_at_once(config: GPTConfig, ranks: int, gpu: Gpu) -> int:
     Answers that each rank samples at a time in RL, 16 to 256: states on ZeRO's stage 2 and the engine's cache fit. Its
     logits and copies of some weights are left to the margin. Not measured.
     """
-    (model,) = split_into_stages(config)
+    model = counted(config)
     states = state_bytes(2, ranks, gpu.dtype, model.adamw, model.muon)
     cache = 2 * config.n_layer * config.n_kv_head * config.head_dim * SLOTS * gpu.dtype.itemsize
     free = (gpu.memory * GIB - GPU_PROCESS - NCCL) / WASTE - states.parameters - states.optimizer

@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.plan.memory import shaped, split_into_stages
+from nanochat.plan.memory import counted, shaped
 from nanochat.runtime.flops import Gpu
 
 # Products within a step: share of the datasheet's bfloat16 rate, or in 8 bits of twice that rate.
@@ -29,7 +29,7 @@ LAUNCH = 1.5e-6  # seconds between two kernels
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step on each GPU, without waiting for others (nanochat/plan/machines.py)."""
+    """Seconds of a step on each GPU, without waiting for others."""
 
     products: float
     attention: float
@@ -46,7 +46,7 @@ def step_time(
     config: GPTConfig, rows: int, micro_steps: int, ranks: int, gpu: Gpu, fp8: bool = False
 ) -> StepTime:
     """A step with `rows` rows on each rank and micro-step. fp8: blocks and head."""
-    (model,) = split_into_stages(config)
+    model = counted(config)
     tokens = rows * config.sequence_len
     rate = PRODUCTS * gpu.peak
     products = 6 * tokens * shaped(config).count_parameters("matrix", "head") / (2 * rate if fp8 else rate)

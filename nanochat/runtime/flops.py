@@ -44,11 +44,11 @@ def find_gpu(text: str, memory: float = 0) -> Gpu | None:
 
 def datasheet_gpu(text: str) -> Gpu:
     """A GPU of the table by its name, perhaps with its GB: "A100,40". UserError for any other name."""
-    name, _, memory = text.partition(",")
-    gpu = find_gpu(name, float(memory)) if memory.isdecimal() else find_gpu(text)
+    words = re.fullmatch(r"([^,]+)(?:,([1-9]\d*))?", text)
+    gpu = find_gpu(words[1], float(words[2] or 0)) if words else None
     if gpu is None:
         names = "; ".join(f"{gpu.name.replace(' ', '')},{gpu.memory:g}" for gpu in GPUS)
-        raise UserError(f"gpu={text}: expected one of {names}")
+        raise UserError(f"gpu={text}: expected a name, perhaps with its GB: {names}")
     return gpu
 
 
