@@ -61,7 +61,8 @@ def test_what_has_no_number_gets_one_sentence(question, answer):
 @pytest.mark.parametrize("question", [
     "When is the meeting on 3/8?", "Does it need MySQL 5.7?", "2026-03-04", "4/5/2026", "12:30", "030 123-456", "box 7",
     "How many legs has a cow?", "What is x if x + 3 = 7?", "print(3 + 4)", "docs/2024", "2024", "", "-5",
-    "Add 5 to the product of 3 and 4.", "7 * 8 and 9 * 9", "Tom has 3 apples and buys 4 more. How many has he?", "5 - minute walk",
+    "Add 5 to the product of 3 and 4.", "7 * 8 and 9 * 9", "5 - minute walk",
+    "Tom has 3 apples and buys 4 more. How many has he?",
 ])
 def test_a_question_about_something_is_no_sum(question):
     assert read_sum(question) is None
@@ -73,24 +74,24 @@ def test_random_sums_have_pythons_value():
     for _ in range(300):
         numbers = [str(rng.randrange(1, 999)) for _ in range(rng.randrange(2, 5))]
         text = numbers[0] + "".join(rng.choice("+-*") + number for number in numbers[1:])
-        typed = rng.choice([text, " ".join(text), text.replace("*", "x"), text.replace("*", "×"), text.replace("-", "−")])
-        typed = typed if " " not in typed else text.replace("+", " + ").replace("*", " * ")
+        typed = rng.choice([text, text.replace("*", "x"), text.replace("*", "×"), text.replace("-", "−"),
+                            text.replace("+", " + ").replace("*", " * ")])
         question = rng.choice(["{}", "what is {}?", "{}=", "was macht {}", "{}等于多少"]).format(typed)
         assert calculate(read_sum(question).call) == str(eval(text)), question
 
 
 def test_languages():
-    assert [language_of(text) for text in ("Who are you?", "wer bist du", "¿quién eres?", "qui es-tu", "кто ты", "你是谁", "")
-            ] == ["en", "de", "es", "fr", "ru", "zh", "en"]
+    texts = ("Who are you?", "wer bist du", "¿quién eres?", "qui es-tu", "кто ты", "你是谁", "")
+    assert [*map(language_of, texts)] == ["en", "de", "es", "fr", "ru", "zh", "en"]
 
 
 def test_the_hand_written_problems_are_judged_by_their_answers():
     """What read_sum says is right for all but the few that no rule reads; something else is wrong."""
     task = make_task("typed:sums", "test")
-    said = [read_sum(task[index]["messages"][0]["content"]) for index in range(len(task))]
-    right = [wanted is not None and task.evaluate(task[index], wanted.answer) for index, wanted in enumerate(said)]
+    said = [read_sum(problem["messages"][0]["content"]) for problem in task]
+    right = [wanted is not None and task.evaluate(problem, wanted.answer) for problem, wanted in zip(task, said)]
     assert len(right) == 150 and sum(right) >= 147
-    assert not any(task.evaluate(task[index], answer) for index in range(150) for answer in ("", "The answer is 77777."))
+    assert not any(task.evaluate(problem, wrong) for problem in task for wrong in ("", "The answer is 77777."))
 
 
 def plain(text: str) -> str:
@@ -105,7 +106,8 @@ def test_typed_messages_are_trained_on_other_wordings_and_judged_by_their_kind()
     by_way = {conversation["messages"][0]["content"]: conversation for conversation in tested}
     identity = "I am nanochat, a small language model."
     assert tested.evaluate(by_way["who r u exactly"], identity)
-    assert not tested.evaluate(by_way["thanks buddy"], identity) and not tested.evaluate(by_way["hi there bot"], "The rent is due.")
+    assert not tested.evaluate(by_way["thanks buddy"], identity)
+    assert not tested.evaluate(by_way["hi there bot"], "The rent is due.")
     assert not tested.evaluate(by_way["who r u exactly"], "I cannot talk about that.")
 
 
@@ -127,7 +129,9 @@ class Notes:
     lookup = search
 
 
-def answered(monkeypatch, question: str, drawn: list[int], library: Notes | None = None, **settings) -> tuple[str, Answer]:
+def answered(
+    monkeypatch, question: str, drawn: list[int], library: Notes | None = None, **settings,
+) -> tuple[str, Answer]:
     """The answer's text if the model draws these tokens where it may, and then <|assistant_end|>."""
     shape = dict(sequence_len=512, vocab_size=TOKENIZER.get_vocab_size(), n_layer=1, n_head=1, n_kv_head=1, n_embd=16)
     model = GPT(GPTConfig(**shape, **architecture("classic")))
@@ -170,7 +174,7 @@ def test_small_talk_makes_no_call_and_other_questions_do(monkeypatch):
     call = [CALL, *TOKENIZER.encode('search("rent')]
     for message in ("Good morning!", "Thanks a lot", "Who are you?", "wie heißt du", "你好", "what can you do"):
         assert not answered(monkeypatch, message, call, Notes())[1].calls, message
-    for message in ("How much is the rent?", "Thanks, and the rent?", "What do I do in the morning?", "When do I work?"):
+    for message in ("How much is the rent?", "Thanks, and the rent?", "What do I do in the morning?", "When do I work"):
         assert answered(monkeypatch, message, [], Notes())[1].calls == 1, message
 
 
