@@ -19,7 +19,8 @@ esac
 stamp="$(cksum pyproject.toml) ${1:-}"  # what was installed; dev has all extras
 case $(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null) in "$stamp"* | "${stamp% *} dev") ;; *)
     PATH="$PATH:$PWD/.uv/bin"
-    command -v uv >/dev/null || python3 -m pip install --quiet --target .uv uv || {
+    command -v uv >/dev/null || why=$(python3 -m pip install --quiet --target .uv uv 2>&1) || {
+        echo "$why" >&2
         echo "error: uv is missing, and pip cannot fetch it: https://docs.astral.sh/uv tells how to" >&2; return 1; }
     # uv does not read pip's settings, which may name a mirror or a folder of wheels.
     pip_setting() { python3 -m pip config list 2>/dev/null | sed -n "s/.*\.$1='\(.*\)'/\1/p" | head -n 1; }

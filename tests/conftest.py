@@ -48,6 +48,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def base_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.delenv("NANOCHAT_NO_VENV", raising=False)  # the tests of setup.sh set it themselves
     return tmp_path / "base"
 
 

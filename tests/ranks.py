@@ -2,6 +2,7 @@
 Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), which end in
 any case. Scripts as processes of their own, also under torchrun, are in warm_python.py.
 """
+import atexit
 import faulthandler
 import gc
 import glob
@@ -18,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -130,6 +132,10 @@ def rank_main(
 ) -> None:
     """The life of one rank: join, call, report, and stay until killed, so that no other rank loses a connection."""
     gc.freeze()  # what was imported before the fork need not be searched for garbage in every process
+    # The end of a script is not this process's: its connections stay. What the server registered is not this process's.
+    atexit._clear()
+    distributed = importlib.import_module("nanochat.runtime.distributed")
+    distributed.os = types.SimpleNamespace(**vars(os) | {"_exit": sys.exit})
     dump = open(Path(folder, str(rank)), "w")
     faulthandler.enable(dump)
     faulthandler.dump_traceback_later(timeout, exit=True, file=dump)

@@ -1,4 +1,5 @@
 """The whole pretraining script, as its users run it: real processes, real files, real kills."""
+import contextlib
 import json
 import os
 import re
@@ -121,6 +122,15 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, monkeypat
         kept = load_file(folder / "resumed" / f"step_{whole:06d}" / "optimizer_rank_00000.safetensors")
         assert torch.equal(kept["master.lm_head.weight"], kept["look_ahead.average.lm_head.weight"])
         assert not torch.equal(kept["master.transformer.wte.weight"], kept["look_ahead.average.transformer.wte.weight"])
+
+
+def test_a_longer_run_says_what_it_goes_on_from(base, monkeypatch):
+    """From weights that a long run's end has blended; weights of a run that was stopped are not."""
+    monkeypatch.setenv("CHANGE", f"{__name__}.{blocks_alone.__name__}")
+    trained("--num_iterations=2", "--save_every=1")
+    for step, steps in ((1, 3), (3, 4)):
+        printed = trained(f"--num_iterations={steps}", f"--resume_from_step={step}", "--overwrite").stdout
+        assert f"the run has {steps} steps now" in printed and ("blended" in printed) == (step == 3), printed
 
 
 def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
@@ -265,7 +275,7 @@ Metrics.log_step = log_step
 def test_a_run_replaces_another_only_when_its_first_checkpoint_is_whole(base):
     """
     Refused, out of memory in its first step, or stopped before it: all is there to the byte.
-    Killed after two steps: the old model still answers, but no run resumes it; the next one begins anew, replacing it.
+    Killed after two steps: the old model still answers, but no run resumes it; one that says so replaces it anew.
     """
     trained("--num_iterations=12", "--save_every=3", "--model_tag=both")
     folder = base / "base_checkpoints" / "both"
@@ -284,14 +294,14 @@ def test_a_run_replaces_another_only_when_its_first_checkpoint_is_whole(base):
     assert [run.returncode for run in (refused, full, stopped)] == [1, 1, 143] and before == left()
     assert "stopped before the first step" in printed and "--resume" not in printed
 
-    for begin, args in ((0, []), (6, ["--resume_from_step=6"])):
+    for begin, args, word in ((0, [], ["--overwrite"]), (6, ["--resume_from_step=6"], [])):
         killed = start_with(KILLED.replace("2", str(begin + 2)), "--num_iterations=12", *anew, *args,
                             python=warm_python())
         killed.communicate(timeout=300)
         assert killed.returncode == -signal.SIGKILL
         assert find_model("base", "both").name == "step_000012" and losses("both").keys() == set(range(begin + 2))
         old = {path.name for path in folder.glob("step_*")}
-        resumed = trained("--num_iterations=12", "--save_every=4", "--model_tag=both", "--resume=auto")
+        resumed = trained("--num_iterations=12", "--save_every=4", "--model_tag=both", "--resume=auto", *word)
         assert f"step {begin:05d}/" in resumed.stdout and f"step {begin - 1:05d}/" not in resumed.stdout
         kept = {name for name in old if 0 < int(name[5:]) <= begin}
         steps = [step for step in (4, 8, 12) if step > begin]
@@ -309,6 +319,36 @@ def test_a_finished_model_is_not_replaced_because_its_optimizer_is_damaged(base)
     [kept] = folder.glob("step_000006.damaged*")
     assert (kept / "model.safetensors").read_bytes() == model and str(kept) in resumed.stdout
     assert sorted(path.name for path in folder.glob("step_*") if path != kept) == ["step_000003", "step_000006"]
+
+
+def test_a_run_that_saved_nothing_costs_nothing_of_what_it_would_have_replaced(base):
+    """Killed in its third step: then only a word makes way with the old checkpoints, and two ways lead back."""
+    args = ["--num_iterations=6", "--save_every=3", "--dtype=float32"]
+    folder = base / "base_checkpoints" / "d1"
+    trained(*args)
+    model = (folder / "step_000006" / "model.safetensors").read_bytes()
+
+    def overwritten() -> None:
+        process = start_with(KILLED, "--num_iterations=8", "--overwrite", python=warm_python())
+        printed, errors = process.communicate(timeout=300)
+        assert process.returncode == -signal.SIGKILL and "step 00001/" in printed, printed + errors
+        assert len(list(folder.glob("*/replaced"))) == 2
+
+    overwritten()
+    for how in ([], ["--resume=auto"]):
+        refused = train(*args, *how)
+        assert refused.returncode == 1 and refused.stderr.count("\n") == 1
+        for words in ("step 3, 6 in", "--resume_from_step=6", f"rm {folder}/step_*/replaced", "--overwrite"):
+            assert words in refused.stderr, refused.stderr
+    assert "at step 6 of 6" in trained(*args, "--resume_from_step=6").stdout
+    assert "at step 6 of 6" in trained(*args, "--resume=auto").stdout
+    overwritten()
+    subprocess.run(re.search(r"rm \S+", train(*args, "--resume=auto").stderr)[0], shell=True, check=True)
+    assert "at step 6 of 6" in trained(*args, "--resume=auto").stdout
+    assert (folder / "step_000006" / "model.safetensors").read_bytes() == model
+    overwritten()
+    assert "starting from step 0" in trained("--num_iterations=2", "--overwrite", "--resume=auto").stdout
+    assert [path.name for path in folder.glob("step_*")] == ["step_000002"]
 
 
 def test_bad_input_is_one_clear_line(base):
@@ -444,6 +484,19 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_the_run(small_disk):
     with open("/dev/full", "w") as full:
         command = [warm_python(), "-m", "scripts.base_train", *arguments("--model_tag=unheard", "--num_iterations=2")]
         assert subprocess.run(command, cwd=REPO, stdout=full, stderr=full, timeout=300).returncode == 0
+
+
+def test_a_full_disk_does_not_end_a_run_that_will_make_room(small_disk, monkeypatch):
+    """Full from the beginning: of its log and its model there is nothing until what --overwrite gives up is gone."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(small_disk))
+    trained("--num_iterations=4", "--save_every=2", "--arch=classic")
+    folder = small_disk / "base_checkpoints" / "d1"
+    with open(small_disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(2**12))
+    run = trained("--num_iterations=3", "--overwrite", "--arch=classic")
+    assert f"warning: {folder}/metrics.jsonl cannot be written: No space left" in run.stdout
+    assert [path.name for path in folder.glob("step_*")] == ["step_000003"]
 
 
 def test_wandb_works_offline_and_a_resumed_run_continues_under_its_id(base):

@@ -385,6 +385,24 @@ def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(funct
     assert sorted(path.name for path in folder.iterdir()) == ["step_000005", "step_000006"]
 
 
+def test_a_full_disk_costs_what_a_run_replaces_rather_than_the_run(folder, monkeypatch):
+    """Room for two; until it is needed nothing is lost, and a disk that fails otherwise takes nothing."""
+    for step in (5, 6):
+        save(folder, step, Rank())
+    writer = Rank().writer(folder, overwrite=True)
+    writer.mark_replaced()
+    with monkeypatch.context() as patch:
+        patch.setattr("nanochat.training.saving.complete", lambda *_: os.listdir(folder / "nowhere"))
+        writer.save(2, META)
+        with pytest.raises(RuntimeError, match=f"no step is saved in {folder}"):
+            writer.join()
+    assert list_steps(folder) == [5, 6]
+    monkeypatch.setattr("nanochat.training.saving.sync", lambda path: refusal() if list_steps(folder)[1:] else None)
+    writer.save(2, META)
+    writer.wait()
+    assert list_steps(folder) == [2]
+
+
 def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder):
     """Beside those of save_every and the end; a save starts the clock anew. Also in a run that goes on."""
     rank = Rank()

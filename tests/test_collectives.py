@@ -71,6 +71,32 @@ def test_ranks_compute_together(ranks, check):
     run_on_ranks(ranks, check)
 
 
+ENDS = """
+import atexit, os
+from nanochat.runtime.distributed import compute_cleanup, compute_init
+class OfTheInterpreter:
+    def __del__(self, write=os.write):
+        write(1, b"taken down")
+kept = OfTheInterpreter()
+compute_init("cpu")
+atexit.register(print, "at exit")
+print("printed", end=", ")
+compute_cleanup()
+print("not reached")
+"""
+
+
+def test_a_rank_ends_without_taking_down_its_interpreter():
+    """Else gloo's threads abort it if they still have to drop a tensor; all is written, and exit functions run."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for environment, expected in ((rank, "printed, at exit\n"), ({}, "printed, not reached\nat exit\ntaken down")):
+        done = subprocess.run([sys.executable, "-c", ENDS], env=os.environ | environment, text=True,
+                              capture_output=True)
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
+
+
 # ---- Bytes on the wire
 
 # What all n ranks together send, in tensors / (n − 1): every tensor, or a chunk of it, once to every other rank.

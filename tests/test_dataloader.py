@@ -2,6 +2,8 @@
 import itertools
 import json
 import math
+import os
+import re
 from collections import Counter
 
 import numpy as np
@@ -45,8 +47,11 @@ def documents(source, split: str = "train") -> list[tuple[int, ...]]:
     return [tuple(tokenizer.encode(text)) for text in iter_texts(data, split)]
 
 
-def test_an_epoch_uses_every_token_once_and_every_row_begins_with_bos(source):
-    """Spans glued together by their place in the token files are exactly the documents, in both epochs."""
+def test_an_epoch_uses_every_token_once_and_every_row_begins_with_bos(source, capsys):
+    """
+    Spans glued together by their place in the token files are exactly the documents, in both epochs. It is said that
+    another begins, but not of evaluations.
+    """
     data, tokenizer = source
     assert len(split_shards(data, "train")) >= 2
     planner = RowPlanner(TokenizedShards(data, "train", tokenizer), T + 1, seed=3)
@@ -58,6 +63,9 @@ def test_an_epoch_uses_every_token_once_and_every_row_begins_with_bos(source):
         assert sum(end - start + 1 for _, start, end in row) == T + 1, "every position of a row is used"
         for tokens, start, end in row:
             seen.update((id(tokens), position) for position in range(start, end))
+    next(itertools.islice(loader(source, split="val"), 200, None))
+    said = re.findall(r"begins again: all of it was read (\d) time", capsys.readouterr().out)
+    assert said == ["1", "2", "3"][: planner.position[0]] and len(said) > 1
     # A buffer of documents separates the epochs: no token is more than one epoch ahead of another.
     assert len(seen) == wanted and set(seen.values()) <= {2, 3, 4}
     batch = next(batches_on_host(planner, BatchShape(21, T), 20, 20))
@@ -119,6 +127,16 @@ def test_a_shard_is_opened_without_parsing(source, monkeypatch):
     tokens, offsets = shards.open(0)
     assert tokens.dtype == expected.dtype == np.uint16 and np.array_equal(tokens, expected)
     assert [tokens[start] for start in offsets[:-1]] == [source[1].get_bos_token_id()] * (len(offsets) - 1)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.001])
+def test_a_token_file_that_was_cut_short_is_made_again(source, share):
+    """As an interrupted copy leaves it, in its tokens or in its header."""
+    path = TokenizedShards(source[0], "train", source[1]).token_file(0)
+    whole = path.read_bytes()
+    os.truncate(path, int(share * len(whole)) // 2 * 2)
+    tokens, _ = TokenizedShards(source[0], "train", source[1]).open(0)
+    assert path.read_bytes() == whole and tokens.tobytes() == whole[-tokens.nbytes :] and tokens.nbytes > 5000
 
 
 def test_resume_refuses_other_data_tokenizer_or_settings(source):

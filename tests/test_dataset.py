@@ -18,6 +18,7 @@ import zstandard
 
 from nanochat.corpus import sources, tinyworld
 from nanochat.corpus.make_dataset import ensure_dataset, make
+from nanochat.corpus.own_files import own_documents
 from nanochat.data import shard_reader
 from nanochat.runtime.errors import UserError
 
@@ -172,6 +173,24 @@ def test_another_encoding_is_refused_and_is_read_where_it_is_named(inputs, encod
     assert Counter("".join(made(inputs, encoding=encoding))) == Counter(text) + Counter(f"{LANGUAGES}")
 
 
+@pytest.mark.parametrize(("encoding", "text"), [
+    ("cp1252", "Le garçon était à l’école où les élèves fêtent Noël : même la forêt dort, naïve sœur."),
+    ("cp1252", "Déjà vu, voilà le problème des élèves, près de là."), ("cp1252", "Perché la città è più bella?"),
+    ("cp1252", "Die Bücher größerer Häuser fallen über die Straße."), ("cp1252", "Børnene er på gården, de er røde."),
+    ("cp1252", "As ações não são boas, mas a canção põe limões e pães à mesa."),
+    ("cp1252", "El niño comió piña mañana; ¿dónde está el camión?"), ("cp1250", "Děti běží do školy, řeka je široká."),
+    ("cp1250", "Książka leży na stole, a żółty kot śpi."),
+    ("cp1250", "Băiatul merge la şcoală şi mănâncă pâine. Fata citeşte o carte în grădină, iar ţara e frumoasă. "),
+    ("cp1250", "Az öreg hölgy egy kőből épült házban gyűjtötte a fűszereket."),
+    ("cp1250", "Dječak čita knjigu, šuma je tiha.")])
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_guess_tells_western_europe_from_central(inputs, encoding, text, times):
+    """Nearly all bytes are letters in either encoding, so that a wrong guess would be learned."""
+    (inputs / "a.txt").write_bytes(times * text.encode(encoding))
+    with refused(f"--encoding={encoding}, which reads"):
+        make(str(inputs))
+
+
 def test_a_named_encoding_of_ascii_bytes_is_used_where_it_fits(inputs):
     (inputs / "a.txt").write_bytes(TALK.encode("iso-2022-jp"))
     (inputs / "log.txt").write_bytes(b"\x1b[31mred\x1b(B plain")
@@ -193,6 +212,7 @@ def test_a_byte_order_mark_and_empty_documents_are_dropped(inputs):
     lines = '\ufeff{"text": "first"}', "", '{"text": "  "}', '{"text": null}', '{"text": "second"}'
     (inputs / "a.jsonl").write_text("\n".join(lines))
     (inputs / "b.txt").write_bytes(b"\xef\xbb\xbfthird")
+    (inputs / "c.parquet").touch()
     assert made(inputs) == ["first", "second", "third"]
 
 
@@ -237,6 +257,16 @@ def test_few_documents_still_give_two_shards(inputs, count):
 
 # ---- Damage and misuse
 
+def test_a_file_that_vanishes_while_others_are_read_is_named(inputs):
+    for name in "ab":
+        (inputs / f"{name}.txt").write_text(name)
+    documents = own_documents(inputs, "utf-8", "text")
+    assert next(documents) == ("a", "a")
+    (inputs / "b.txt").unlink()
+    with refused("cannot read .*b.txt: .*No such file"):
+        next(documents)
+
+
 PARQUET = pa.BufferOutputStream()
 pq.write_table(pa.table({"number": range(9000), "body": texts(9000)}), PARQUET)
 
@@ -244,6 +274,7 @@ pq.write_table(pa.table({"number": range(9000), "body": texts(9000)}), PARQUET)
 @pytest.mark.parametrize(("file", "content", "problem"), [
     ("a.csv", b"id,body\n1,x\n", "a.csv, line 2: no field 'text'; there is: id, body"),
     ("a.csv", b"id,text\n1,x\n2,Hello, she said\n", "a.csv, line 3: not as many fields"),
+    ("a.csv", b'id,text\n1,x\n2,"y\nz"\n3,"Hello\n4,w\n5,v\n', "a.csv, line 5: unexpected end"),
     ("a.csv", b"text,id,text\nx,1,y\n", "a.csv: two columns are called 'text'"),
     ("a.csv", b"sep=;\r\ntext;id\r\nx;1\r\n", "a.csv begins with Excel's 'sep=;'"),
     ("a.tsv", b'text\tid\n"x" he said\t1\ny\t2\n', "a.tsv, line 2: "),

@@ -137,6 +137,17 @@ def test_the_log_is_complete_after_a_kill(tmp_path):
     assert metrics.state["min_val_bpb"] == 1.5
 
 
+def test_a_damaged_log_costs_only_its_damaged_lines(tmp_path):
+    """A byte that is no UTF-8, JSON that is no record, and half a line: a run goes on, and its log is clean."""
+    path = tmp_path / "metrics.jsonl"
+    good = [f'{{"step": {step}, "train/loss": {step}.5}}'.encode() for step in range(3)]
+    bad = b"\xff\xfe", b"7", b"[1]", b'{"a": 1}', b'{"step": \xff1}'
+    path.write_bytes(b"\n".join([good[0], *bad, good[1], good[2][:9]]))
+    assert [record["train/loss"] for record in read_metrics(path)] == [0.5, 1.5]
+    new_metrics(tmp_path, start_step=1)
+    assert path.read_bytes() == good[0] + b"\n"
+
+
 def test_smoothed_loss(tmp_path, capsys):
     """Exponential weights, divided by their sum; a resumed run goes on with it."""
     metrics, smoothed, weights = new_metrics(tmp_path), 0.0, 0.0

@@ -16,7 +16,7 @@ import pytest
 import tiktoken
 import torch
 from conftest import ALL_PIECES
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.data.conversation import render, render_prompt
@@ -383,6 +383,12 @@ def edit_json(name: str, **fields):
     return damage
 
 
+def with_nan(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][0, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+
+
 def pickled(**fields):
     return lambda folder: (folder / "tokenizer.pkl").write_bytes(pickle.dumps(as_published(**fields)))
 
@@ -394,6 +400,7 @@ HF_FAULTS = {
     "model.layers.2.": edit_json("config.json", num_hidden_layers=2),
     "transformer.h.3.": edit_json("config.json", num_hidden_layers=4),
     "tokenizer.json": edit_json("tokenizer.json", normalizer={"type": "Lowercase"}),
+    "lm_head.weight has values that are not finite": with_nan,
 }
 CLASSIC_FAULTS = {
     "special tokens <|user_start|> <|bos|>":

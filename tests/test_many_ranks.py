@@ -250,6 +250,8 @@ def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once():
     assert "step 00003/00005 (" in printed and "step 00004/00005 (" not in printed
     assert [path.name for path in base_run("left").glob("step_*")] == ["step_000004"]
     assert "step 00004/00005 | validation" in train(2, "left", resume="auto", **settings)
+    [again, _] = run_on_ranks(2, evaluate_until_stopped, arguments("again", settings | {"resume": "auto"}))
+    assert "resume" not in again[0].splitlines()[-1], "the same command goes on: speedrun.sh takes no --resume"
 
 
 def test_a_lost_connection_saves_and_ends():

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
-from nanochat.optim.sharding import Sharding
+from nanochat.optim.sharding import Sharding, partition
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.errors import UserError
 
@@ -92,6 +92,9 @@ def test_what_sharding_cannot_do_is_refused():
     for model in (tied, frozen):
         with pytest.raises(AssertionError):
             shard(model, 1)
+    tied.branches[3].bias = tied.branches[0].bias
+    with pytest.raises(AssertionError):
+        partition(tied, [tied.branches[i] for i in (0, 1, 3)])  # two are twice in units, two in none
     sharding = shard(whole, 1)
     with sharding.accumulate(last=False):
         whole(torch.ones(2, 4)).backward()

@@ -296,6 +296,20 @@ def test_setup_says_how_it_is_called_and_which_extras_there_are(tmp_path):
     assert bash(tmp_path, "-c", f"set -e; . ./setup.sh {','.join(extras)}; . ./setup.sh").returncode == 0
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_pip_says_is_shown_only_if_it_fails(tmp_path, code):
+    """Where uv is missing, which it fetches."""
+    copy_scripts(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name, script in (("python3", f"echo WARNING: pip >&2; mkdir -p .uv/bin; cp bin/tool .uv/bin/uv; exit {code}"),
+                         ("tool", "exit 9")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    done = bash(tmp_path, "-c", ". ./setup.sh", PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert done.returncode == 1 and ("WARNING: pip" in done.stderr) == bool(code)
+    assert ("error: uv is missing" in done.stderr) == bool(code) and (done.stdout == "") == bool(code)
+
+
 # ---- A plan, which is shown and not run
 
 

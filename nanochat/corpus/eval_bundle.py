@@ -17,22 +17,22 @@ def why_no_bundle() -> str | None:
     None if the bundle is on every disk, downloaded now if necessary; else one line that says why it is not there, the
     same on every rank. COLLECTIVE.
     """
-    problem = from_rank0(make_bundle)
     # After a failure on rank 0 the other ranks do not try: each would wait for the same timeout.
-    if problem is None:
-        problem = first_problem(make_bundle())
-    return problem
+    return from_rank0(make_bundle) or first_problem(make_bundle())
 
 
 def make_bundle() -> str | None:
     """`why_no_bundle` on the disk of this rank."""
     folder = bundle_dir()
-    with locked(base_dir() / ".eval_bundle.lock"):
+    lock = base_dir() / ".eval_bundle.lock"
+    with locked(lock):
         try:
             if not folder.exists():
                 download(folder)
         # The network, the archive and the disk raise different errors. CORE is optional, so none of them ends a run.
         except Exception as error:
+            # A run that is refused leaves nothing.
+            lock.unlink(missing_ok=True)
             return (f"no CORE bundle in {folder}; put one there to measure CORE; it cannot be downloaded from {URL}: "
                     f"{type(error).__name__}: {error}")
     return None

@@ -40,6 +40,10 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # Data sets write these between stories. Only whole lines: a text may mention these words.
 SEPARATOR = re.compile(r"^(?:<\|endoftext\|>|<\|end_of_text\|>|</s>)[ \t\r]{0,9}(?:\n|\Z)", re.MULTILINE)
 LOOKAHEAD = 32             # characters; more than a separator has
+NOT_ASCII = re.compile(r"[^\0-\x7f\ufffd]")
+# How Windows-1252 shows letters that are frequent in Central Europe: š, ž, ł, ą, ľ, ţ, ő and ş. (It shows ő as õ, which
+# is also Portuguese, but there followed by e; and ş as the º of ordinal numbers, at whose end it stands.)
+CENTRAL = re.compile(r"[šžŠŽ³¹¾þ]|õ(?!e)|º(?=\w)")
 
 Documents = Iterator[tuple[str, str]]  # text, kin: see sources.py
 Rows = Iterator[tuple[str, Any]]       # the place, for messages; a dict of fields or a text
@@ -64,12 +68,12 @@ def own_documents(path: Path, encoding: str, field: str) -> Documents:
     documents, problem = 0, None
     for file in files:
         most = MAX_CHARS
-        if len(files) < FEW_FILES:
-            shortest = SHORT_CHARS if len(files) > 1 else 64
-            most = min(most, max(shortest, file.stat().st_size // 8))
         before = documents
         try:
             with readable(file):
+                if len(files) < FEW_FILES:
+                    shortest = SHORT_CHARS if len(files) > 1 else 64
+                    most = min(most, max(shortest, file.stat().st_size // 8))
                 for text in file_texts(file, encoding, most, notes, field):
                     documents += 1
                     yield text, text
@@ -211,7 +215,7 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
         bad = good = 0
         while text := file.read(SAMPLE):
             bad += text.count("\ufffd")
-            good += len(re.findall(r"[^\0-\x7f\ufffd]", text))
+            good += len(NOT_ASCII.findall(text))
     # In EUC-JP, which resembles UTF-8 most, a third as many are good as bad.
     if 4 * bad <= good:
         notes["are damaged UTF-8, whose unreadable characters became U+FFFD"].append(f"{path} ({bad:,})")
@@ -226,9 +230,16 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
         data = file.read(SAMPLE)
     guess = charset_normalizer.from_bytes(data).best()
     if guess:
+        name, text = guess.encoding, str(guess)
+        # Most Western texts are also valid, and read wrongly, in encodings of Central Europe and the Baltic.
+        western = data.decode("cp1252", "replace")
+        is_central = 50 * len(CENTRAL.findall(western)) > len(NOT_ASCII.findall(western))
+        if not is_central and reads(path, "cp1252") and name in (
+                "cp1250", "iso8859_2", "mac_latin2", "cp1257", "iso8859_13"):
+            name, text = "cp1252", western
         # The words around the first bad byte show whether the guess is right; most encodings read ASCII alike.
         start = max(data.decode(named, "replace").find("\ufffd") - 20, 0)
-        advice = f"perhaps --encoding={guess.encoding}, which reads {str(guess)[start : start + 40]!r}; or {advice}"
+        advice = f"perhaps --encoding={name}, which reads {text[start : start + 40]!r}; or {advice}"
     raise UserError(f"{path} is not {encoding}: {advice}")
 
 
@@ -311,17 +322,23 @@ def csv_rows(path: Path, encoding: str, field: str) -> Rows:
     with open_text(path, encoding, newline="") as file:
         # Strict: a quotation mark within a field would otherwise merge rows.
         rows = csv.DictReader(file, delimiter=delimiter, strict=True)
+        begins = 1  # line of the row that is read: an open quotation goes on to a later one
         try:
+            fields = rows.fieldnames or []
+            begins = rows.line_num + 1
             for row in rows:
                 if None in row or None in row.values():
-                    raise csv.Error(f"not as many fields as the {len(names[delimiter])} that the first line names")
+                    raise csv.Error(f"not as many fields as the {len(fields)} that the first line names")
                 yield f"{path}, line {rows.line_num}", row
+                begins = rows.line_num + 1
         except csv.Error as error:
-            raise UserError(f"{path}, line {rows.reader.line_num}: {error}; it was read with {delimiter!r} between "
+            raise UserError(f"{path}, line {begins}: {error}; it was read with {delimiter!r} between "
                             "fields, and with quotation marks doubled in quotations") from error
 
 
 def parquet_rows(path: Path, field: str) -> Rows:
+    if not path.stat().st_size:
+        return
     # Opened by Python, as in open_bytes.
     with open(path, "rb") as file, pq.ParquetFile(file) as parquet:
         columns = parquet.schema_arrow.names

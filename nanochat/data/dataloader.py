@@ -72,13 +72,13 @@ class TokenizedShards:
         return tokens, np.append(np.flatnonzero(tokens == self.tokenizer.get_bos_token_id()), len(tokens))
 
     def token_file(self, shard: int) -> Path:
-        """The path of the shard's token file, which is made if it is missing."""
+        """The path of the shard's token file, which is made if it is missing or cut short."""
         entry = self.entries[shard]
         folder = dataset_dir(self.data)
         path = folder / "tokens" / f"{entry['sha256'][:16]}-{self.tokenizer.fingerprint[:16]}.npy"
         # The ranks of a machine share the file: one rank makes it, the others wait and then read it.
         with locked(path.with_suffix(".lock")):
-            if not path.exists():
+            if not path.exists() or not self.is_whole(path):
                 documents = []
                 for texts in chunks(list(shard_texts(folder / entry["file"])), ENCODE_BATCH):
                     for ids in self.tokenizer.encode(texts, prepend="<|bos|>"):
@@ -86,6 +86,12 @@ class TokenizedShards:
                 with write_aside(path) as aside, open(aside, "wb") as file:
                     np.save(file, np.concatenate(documents))
         return path
+
+    def is_whole(self, path: Path) -> bool:
+        """Whether a token file has the length that its header says: a copy of the folder may have been cut off."""
+        tokens = (path.stat().st_size - NPY_HEADER) // self.dtype().itemsize
+        with open(path, "rb") as file:
+            return b"(%d,)" % tokens in file.read(NPY_HEADER)
 
 
 class RowPlanner:
@@ -145,6 +151,8 @@ class RowPlanner:
                                 f"{self.row_len}; add text or lower max_seq_len")
             epoch += 1
             first_shard = epoch_tokens = 0
+            if self.shards.split == "train":
+                print0(f"data {self.shards.data!r} begins again: all of it was read {epoch} time(s)")
 
     def permutation(self, size: int, *key: int) -> np.ndarray:
         return np.random.default_rng([self.seed, *key]).permutation(size)
@@ -195,11 +203,7 @@ class MixturePlanner:
         chosen = behind.index(max(behind))
         self.rows[chosen] += 1
         planner = self.planners[chosen]
-        epoch = planner.position[0]
-        row = planner.next_row()
-        if planner.position[0] > epoch:
-            print0(f"data {planner.shards.data!r} begins again: all of it was read {epoch + 1} time(s)")
-        return row
+        return planner.next_row()
 
 
 Planner = RowPlanner | MixturePlanner

@@ -190,7 +190,7 @@ def to_config(fields: dict, where: Path) -> GPTConfig:
 def fit(there: Imported, where: Path) -> dict[str, Tensor]:
     """
     The weights as our checkpoints hold them: every parameter, in bfloat16 if all of them are, else in float32, the
-    vocabulary padded. UserError for unknown or missing weights, and for other shapes.
+    vocabulary padded. UserError for unknown or missing weights, for other shapes, and for values that are not finite.
     """
     config = there.config
     tokens = there.tokenizer.get_vocab_size()
@@ -212,5 +212,7 @@ def fit(there: Imported, where: Path) -> dict[str, Tensor]:
             tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         if tensor.shape != shape:
             raise UserError(f"{where}: {name} is {tuple(tensor.shape)}, expected {tuple(shape)}")
+        if not tensor.isfinite().all():
+            raise UserError(f"{where}: {name} has values that are not finite; it cannot be imported")
         weights[name] = tensor.contiguous()
     return weights

@@ -110,7 +110,7 @@ def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module,
         params = sorted(unit.parameters(), key=Parameter.numel, reverse=True)
         if params:
             parts.append((unit, [names[p] for p in params]))
-    assert sum(len(part) for _, part in parts) == len(names), "every parameter belongs to exactly one unit"
+    assert sorted(name for _, part in parts for name in part) == sorted(names.values()), "each is in exactly one unit"
     return parts
 
 

@@ -1,9 +1,12 @@
 """How a process joins the other ranks, how long it waits for them, and how it leaves them."""
+import atexit
+import contextlib
 import faulthandler
 import functools
 import gc
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -127,9 +130,10 @@ def was_begun() -> bool:
 
 def compute_cleanup(stopping: bool = False) -> None:
     """
-    Leave the process group when all ranks are here. stopping: a signal has asked this rank to stop. It may come from a
-    torchrun that is about to restart the ranks with hosts that have joined. If a rank on another host ended before its
-    torchrun knew of them, torchrun would think that the run is over: so all wait until every torchrun knows.
+    The end of a program: leave the process group when all ranks are here. Under torchrun it does not return: the
+    process ends with exit code 0. stopping: a signal has asked this rank to stop. It may come from a torchrun that is
+    about to restart the ranks with hosts that have joined. If a rank on another host ended before its torchrun knew of
+    them, torchrun would think that the run is over: so all wait until every torchrun knows.
     """
     if not dist.is_initialized():
         return
@@ -137,6 +141,15 @@ def compute_cleanup(stopping: bool = False) -> None:
     if any(gather_objects(stopping)) and environment_number("GROUP_WORLD_SIZE", 1) > 1:
         time.sleep(MAX_SIGNAL_DELAY)
     dist.destroy_process_group()
+    # What an orderly exit does, but the interpreter is not taken down: that would abort the process if a thread of gloo
+    # has yet to drop a message's tensor, for which it needs the GIL. destroy_process_group waits for the threads of the
+    # default group only, not for other groups'.
+    atexit._run_exitfuncs()
+    for output in (sys.stdout, sys.stderr):
+        # The reader of the pipe may be gone, or the log's disk full.
+        with contextlib.suppress(OSError):
+            output.flush()
+    os._exit(0)
 
 
 # ---- Timeouts

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 # Operating-system refusals that the user, not the program, has to fix.
 FULL = {errno.ENOSPC, errno.EDQUOT}
+FREE_SPACE = "free space there, or "  # in their line
 USER_ERRNOS = FULL | {errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR}
 
 
@@ -37,7 +38,7 @@ def one_line(error: BaseException, config: dict | None = None) -> str | None:
         return "interrupted"
     if isinstance(error, OSError) and error.errno in USER_ERRNOS:
         where = f": {error.filename}" if error.filename else ""
-        full = "free space there, or " if error.errno in FULL else ""
+        full = FREE_SPACE if error.errno in FULL else ""
         return f"{os.strerror(error.errno)}{where} ({full}set NANOCHAT_BASE_DIR to another folder)"
     rows = config.get("device_batch_size")
     if rows and is_out_of_memory(error):

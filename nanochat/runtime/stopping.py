@@ -53,12 +53,14 @@ class StopRequest:
             except OSError:
                 discard_output()
 
-    def end(self, step: int) -> NoReturn:
+    def end(self, step: int, resume: str) -> NoReturn:
         """
         End a run that was stopped, once it is saved. Its exit code is the usual one for the signal (130 for Ctrl-C,
-        143 for SIGTERM), so that a script does not run its next command; under torchrun 0. COLLECTIVE.
+        143 for SIGTERM), so that a script does not run its next command; under torchrun 0. resume: the run's
+        setting; commands of speedrun.sh have it. COLLECTIVE.
         """
-        print0(f"stopped after step {step}; --resume=auto continues" if step else "stopped before the first step")
+        go_on = "the same command, run again," if resume else "--resume=auto"
+        print0(f"stopped after step {step}; {go_on} continues" if step else "stopped before the first step")
         compute_cleanup(self.asked)
         raise SystemExit(self.exit_code)
 

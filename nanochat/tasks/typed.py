@@ -15,7 +15,6 @@ from nanochat.data.task import Task
 from nanochat.inference.calculator import calculate
 from nanochat.inference.sums import read_sum
 from nanochat.tasks.common import read_texts, shuffled, single_turn
-from nanochat.tasks.world_questions import GREETINGS
 
 SUMS = 2_000    # to train on
 PASSES = 4      # over the messages to train on, all but the first in other forms
@@ -30,7 +29,8 @@ class Typed(Task):
 
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"Typed {argument}"
-        texts = read_texts("typed" if split == "test" else "typed_training")[argument]
+        data = read_texts("typed" if split == "test" else "typed_training")
+        texts, around = data[argument], data.get("around", {})
         if argument == "sums":
             lines = texts.splitlines()
             self.found = [*map(tested_sum, lines)] if split == "test" else [drawn_sum(lines, n) for n in range(SUMS)]
@@ -38,7 +38,8 @@ class Typed(Task):
             self.found = [single_turn(way, "") | {"right": kind["right"]}
                           for kind in texts.values() for way in kind["ways"].splitlines()]
         else:
-            self.found = [drawn_message(way, reply, again) for again in range(PASSES) for replies in texts.values()
+            self.found = [drawn_message(way, reply, around[language].splitlines(), again)
+                          for again in range(PASSES) for language, replies in texts.items()
                           for reply, ways in replies.items() for way in ways.splitlines()]
         self.order = shuffled(len(self.found), self.name)
 
@@ -77,11 +78,10 @@ def drawn_sum(forms: list[str], number: int) -> Conversation:
     return single_turn(question, answer, [(call, str(calculate(call)))] if call else [])
 
 
-def drawn_message(way: str, reply: str, again: int) -> Conversation:
+def drawn_message(way: str, reply: str, around: list[str], again: int) -> Conversation:
+    """The message as it is; or in another form, perhaps with words around it."""
     rng = StableRandom(f"typed message:{way}:{again}")
     if again:
         bare = way.rstrip("?!.。？！ ")
-        way = rng.choice([way, way.lower(), bare, f"{bare}!", way.capitalize()])
-        if way.isascii() and not rng.below(4):
-            way = rng.choice(GREETINGS) + way
+        way = rng.choice([way.lower(), bare, rng.choice(around).replace("…", bare)])
     return single_turn(way, reply)

@@ -67,8 +67,8 @@ def list_tags(folder: Path) -> list[str]:
 
 def newest_saved(folder: Path) -> str:
     """The end of a message about a failed run or save: the step to go on from."""
-    newest = newest_step(folder)
-    return f"the newest saved step is {newest}" if newest else f"no step is saved in {folder}"
+    steps = steps_not_replaced(folder)
+    return f"the newest saved step is {step_dir(folder, steps[-1])}" if steps else f"no step is saved in {folder}"
 
 
 # ---- Finding: a checkpoint is verified before it is loaded
@@ -204,7 +204,8 @@ def steps_to_resume(folder: Path, resume: str, overwrite: bool, resume_from_step
     """
     The steps whose newest valid checkpoint a run continues from; [] to start from zero. UserError, unless `overwrite`
     is set, if checkpoints of another run, or newer than resume_from_step, are in the way. Checkpoints that an
-    interrupted run was about to replace (REPLACED) count only for resume_from_step. Rank 0 only.
+    interrupted run was about to replace (REPLACED) count only for resume_from_step; if there are no others, that is a
+    UserError, too, because a new run's first checkpoint would remove them. Rank 0 only.
 
     torchrun restarts ranks after a failure with the same settings. Once the first attempt has begun to train, they
     continue from its checkpoints. An elastic run cannot know whether it was begun, so --resume=auto must say it.
@@ -224,6 +225,10 @@ def steps_to_resume(folder: Path, resume: str, overwrite: bool, resume_from_step
             raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: "
                             f"{', '.join(map(str, newer))}; --overwrite removes them")
         return [resume_from_step]
+    if steps and not current and not overwrite:
+        raise UserError(f"step {', '.join(map(str, steps))} in {folder} was about to be replaced by a run with "
+                        f"--overwrite that saved none: --resume_from_step={steps[-1]} (base_train), or after "
+                        f"rm {folder}/step_*/{REPLACED} --resume=auto, goes on with it; --overwrite starts over")
     if resume == "auto":
         return current
     if steps and not overwrite:

@@ -55,6 +55,7 @@ class Metrics:
         self.wandb: Any = None
         self.unwritten = ""   # lines of the log that are not in its file so far
         self.begun = False    # `begin_file` was called
+        self.replaced = False  # the file is this run's
         if start_step > num_iterations:
             raise UserError(f"this run would have {num_iterations} steps, but the checkpoint is at step {start_step}: "
                             f"--num_iterations={start_step} takes it as finished; --overwrite without --resume starts "
@@ -193,9 +194,12 @@ class Metrics:
     def write(self) -> None:
         """Append what is not in the file so far. A full disk does not end the run: the next record tries again."""
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(self.unwritten)
-            self.unwritten = ""
+            if self.replaced:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(self.unwritten)
+            else:
+                write_text(self.path, self.unwritten)
+            self.unwritten, self.replaced = "", True
         except OSError as error:
             if not self.unwritten.startswith("\n"):
                 print0(f"warning: {self.path} cannot be written: {error.strerror}; the run goes on, and writes it "
@@ -205,8 +209,8 @@ class Metrics:
 
     def begin_file(self) -> None:
         """Rank 0: from here the file is the log of this run."""
-        write_text(self.path, self.unwritten)
-        self.unwritten, self.begun = "", True
+        self.begun = True
+        self.write()
 
     def results(self) -> dict[str, float | str]:
         """The rows of a training stage in the summary of the report."""

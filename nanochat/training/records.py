@@ -15,14 +15,17 @@ STEPS_LOG, ESTIMATE = "once/steps.jsonl", "once/estimate.json"
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl in order of steps. A line that a kill cut short is left out."""
+    """
+    The records of a metrics.jsonl in order of steps. A line that a kill cut short, or that is damaged, is left out: no
+    training depends on it.
+    """
     records = []
     # Each line once: after a full disk one may have been written twice.
-    for line in dict.fromkeys(path.read_text(encoding="utf-8").splitlines()):
+    for line in dict.fromkeys(path.read_text(encoding="utf-8", errors="replace").splitlines()):
         # The resumed run wrote the step of a broken line again, on a line of its own.
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
 # ---- Checkpoints

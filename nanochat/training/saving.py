@@ -30,7 +30,7 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.sharding import Sharding
 from nanochat.runtime.collectives import from_rank0, gather_objects, rank_and_size
 from nanochat.runtime.console import print0
-from nanochat.runtime.errors import UserError, one_line
+from nanochat.runtime.errors import FREE_SPACE, UserError, one_line
 from nanochat.runtime.files import put_in_place, sha256, sync, write_folder_aside
 from nanochat.training.checkpoint import (
     MODEL_FILE,
@@ -151,6 +151,9 @@ class CheckpointWriter:
         # A rank has died.
         except Exception as error:
             failed = RuntimeError(error)
+        # Checkpoints that the run replaces anyway must not cost it its own.
+        if FREE_SPACE in str(failed) and self.results(lambda: self.sharding.rank == 0 and self.remove_old())[0]:
+            return self.write(step, files, meta)
         if failed:
             self.saved = -1
             raise type(failed)(f"step {step} was not saved: {failed}; {newest_saved(self.folder)}")
@@ -181,17 +184,18 @@ class CheckpointWriter:
             result = UserError(line) if line else RuntimeError(traceback.format_exc())
         return gather_objects(result, self.group)
 
-    def remove_old(self) -> None:
-        """Rank 0: remove the checkpoints that this run replaces, and its own that are too old."""
-        own = steps_not_replaced(self.folder)
+    def remove_old(self) -> bool:
+        """Rank 0: remove the checkpoints that this run replaces, and its own that are too old; whether any went."""
+        there, own = list_steps(self.folder), steps_not_replaced(self.folder)
         # Not all of by_time are on the disk: a save can fail.
         too_old = [step for step in self.by_time if step in own][:-KEPT_BY_TIME]
         if self.keep_last > 0:
             too_old += own[: -self.keep_last]
-        for step in list_steps(self.folder):
+        for step in there:
             if step in too_old or step not in own:
                 # On NFS a file in use cannot be removed: it is removed at the next save.
                 shutil.rmtree(step_dir(self.folder, step), ignore_errors=True)
+        return list_steps(self.folder) != there
 
 
 def save_weights(

@@ -42,6 +42,9 @@ class Session:
         if self.step < num_iterations != before.get("num_iterations", num_iterations):
             print0(f"the run has {num_iterations} steps now, it had {before['num_iterations']}: learning rates, "
                    f"momentum and weight decay follow from that number, and may jump at step {self.step}")
+            if settings.get("ema_nesterov") and self.step == before["num_iterations"]:
+                print0(f"its weights at step {self.step} are blended with the mean of its late steps, as at a run's "
+                       "end; they will be again at the new end")
         model = sharding.model
         if set_compile(settings["compile"], sharding.device.type):
             compile_model(model)
@@ -56,9 +59,9 @@ class Session:
 
     def begin_run(self) -> None:
         """Rank 0, after the first step, or if none is left to train: what is left of an earlier run makes way."""
+        self.metrics.begin_file()
         self.saver.mark_replaced()
         mark_begun()
-        self.metrics.begin_file()
         # The report's sections about the model that this run replaces.
         if self.first_step == 0:
             remove_sections(self.section, self.meta["data"], self.saver.folder.name)
@@ -111,7 +114,7 @@ class Session:
         self.saver.wait()
         self.metrics.close()
         if self.stopped:
-            self.stop.end(self.step)
+            self.stop.end(self.step, self.settings["resume"])
 
     def report(self, title: str, results: dict) -> None:
         """
