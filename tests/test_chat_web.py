@@ -382,8 +382,10 @@ def test_bodies_that_are_none(server):
     responses += [(415, post("", **{"Content-Type": "text/plain"}))]
     responses += [(404, server.http.get("/health/"))]   # not sent on to wherever Host says
     responses += [(405, server.http.get(CHAT))]
-    zipped, none = post(b"\x1f\x8b", **{"Content-Encoding": "gzip"}), server.http.post("/v1/embeddings", json={})
-    assert "gzip" in zipped.json()["error"]["message"] and CHAT in none.json()["error"]["message"]
+    zipped, none = post(b"\x1f\x8b", **{"Content-Encoding": "gzip"}), server.http.post("/v1/responses", json={})
+    assert "gzip" in zipped.json()["error"]["message"]
+    for name in ("/v1/responses", "scripts.export_hf", CHAT):
+        assert name in none.json()["error"]["message"], "what is not here, where it is, and what is here"
     for status, response in [*responses, (415, zipped), (404, none)]:
         assert response.status_code == status and set(response.json()["error"]) == ERROR, response.text
         assert len(response.content) < 1000

@@ -1,6 +1,5 @@
 """Answers of a prescribed form: judged by jsonschema, masks written out by hand, OpenAI's client with its helpers."""
 import contextlib
-import functools
 import json
 import re
 import signal
@@ -248,37 +247,6 @@ def test_a_model_may_call_a_function_of_its_own_accord():
     assert [read_call(text, functions) for text in ("12*3", call.replace("now", "then"), call[:-2])] == [None] * 3
 
 
-def test_responses(server):
-    """What the client's helpers read, whole and as events, with a schema and with functions; what is refused."""
-    create = functools.partial(server.client.responses.create, model="tiny-sft")
-    items = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-             {"role": "assistant", "content": "Yes?"}, {"type": "message", "role": "user", "content": "Go on"}]
-    same = [{"role": "system", "content": "Be brief."}, *chat("Hi", "Yes?", "Go on")]
-    plain = server.ask(messages=same, max_tokens=20)
-    settings = {"instructions": "Be brief.", "input": items, "max_output_tokens": 20, "temperature": 0}
-    whole = create(**settings)
-    assert whole.output_text == plain.choices[0].message.content
-    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (plain.usage.prompt_tokens, 20)
-    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    events = list(create(**settings, stream=True))
-    assert "".join(event.delta for event in events if event.type.endswith("delta")) == whole.output_text
-    assert events[-1].response.output_text == whole.output_text
-
-    with server.client.responses.stream(**WARM, input="?", text_format=Pet) as stream:
-        parsed = stream.get_final_response()
-    assert isinstance(parsed.output_parsed, Pet) and parsed.status == "completed"
-    ask = {"input": "?", "tools": [{"type": "function"} | WEATHER["function"]], "extra_body": {"seed": 1},
-           "tool_choice": {"type": "function", "name": "get_weather"}}
-    [call] = create(**ask).output
-    assert call.type == "function_call" and ARGUMENTS.fullmatch(call.arguments)
-    assert list(create(**ask, stream=True))[-1].response.output[0].arguments == call.arguments
-    history = [{"role": "user", "content": "?"}, call.model_dump(exclude_none=True),
-               {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
-    assert create(input=history, max_output_tokens=3).usage.output_tokens <= 3
-    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-        create(input="?", previous_response_id="resp_1")
-
-
 def test_only_allowed_tools_are_called(server):
     """Others are neither described nor called."""
     now = {"type": "function", "function": {"name": "now"}}
@@ -288,14 +256,6 @@ def test_only_allowed_tools_are_called(server):
     alone = server.ask(**ask, tools=[now], tool_choice="required")
     assert some.choices[0].message.tool_calls[0].function.name == "now"
     assert some.usage.prompt_tokens == alone.usage.prompt_tokens
-
-
-def test_logprobs_of_responses_are_those_of_chat(server):
-    settings = {"input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-    whole = server.client.responses.create(model="tiny-sft", max_output_tokens=20, temperature=0, **settings)
-    expected = server.ask("Hi", max_tokens=20, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    logprobs = [one.logprob for one in whole.output[0].content[0].logprobs]
-    assert logprobs == [one.logprob for one in expected] and len(expected) == 20
 
 
 def test_zz_ctrl_c_ends_it_with_streams_open(server):

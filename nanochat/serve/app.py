@@ -1,9 +1,8 @@
 """
 The chat server as a web application: the page, OpenAI's interface and health.
 
-The life of a request: `Gate` lets it in (gate.py), `Api.answer` parses and checks it (openai_requests.py and
-responses.py), gives it to an engine (served_model.py) and turns the engine's chunks into JSON or server-sent
-events (replies.py).
+The life of a request: `Gate` lets it in (gate.py), `Api.answer` parses and checks it (openai_requests.py), gives it to
+an engine (served_model.py) and turns the engine's chunks into JSON or server-sent events (replies.py).
 
 Limits are checked before work is done. No user's text gets into a log.
 """
@@ -29,7 +28,6 @@ from nanochat.serve.gate import Gate, read_body, show_error
 from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Json, Request
 from nanochat.serve.replies import ChatReply, Reply
-from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.runs import state
 from nanochat.serve.served_model import ServedModel
 from nanochat.serve.structured import compile_grammar
@@ -61,7 +59,6 @@ def create_app(
         Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", partial(api.answer, ChatRequest, ChatReply), methods=["POST"]),
         Route("/v1/completions", partial(api.answer, CompletionRequest, Reply), methods=["POST"]),
-        Route("/v1/responses", partial(api.answer, ResponsesRequest, ResponsesReply), methods=["POST"]),
     ]
     gate = Middleware(Gate, api_key=api_key, hosts=hosts)
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.runtime.console import log_error
-from nanochat.serve.protocol import ApiError
+from nanochat.serve.protocol import NOT_HERE, ApiError
 
 MAX_BODY_BYTES = 2**20
 LOOPBACK = "127.0.0.1", "localhost", "::1"
@@ -43,9 +43,11 @@ async def read_body(http: HttpRequest) -> bytes:
 async def show_error(http: HttpRequest, error: HTTPException) -> Response:
     # Other exceptions come from the router.
     if not isinstance(error, ApiError):
-        words = f"{error.detail}: {http.method} {http.scope['path']:.80}"
+        words = f"{http.method} {http.scope['path']:.80}"
         if error.status_code == 404:
-            words += f"; this server has {', '.join(route.path for route in http.app.routes)}"
+            words += f" {NOT_HERE}; this one has {', '.join(route.path for route in http.app.routes)}"
+        else:
+            words += f": {error.detail}"
         error = ApiError(error.status_code, words, headers=error.headers)
     return JSONResponse(error.body(), error.status_code, error.headers)
 

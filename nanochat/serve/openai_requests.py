@@ -28,8 +28,6 @@ message at the end is continued. functions.py and structured.py say how function
 model's own tools are off if a form is prescribed. If max_tokens, the context or a stop string ends an answer before
 its form is complete, the answer does not fit the form.
 
-The Responses interface stores nothing: every request brings its whole conversation in `input`.
-
 Differences: max_tokens above the server's limit means the limit. The limit and the end of the context end an answer
 with finish_reason "length". usage counts every token that was written, including tools' tokens
 and the end token. max_tokens -1 means no limit, as in llama.cpp. Hints on how to think, or what to store, are ignored;
@@ -90,7 +88,7 @@ class BaseRequest(BaseModel):
     uses_tools: ClassVar[bool] = False
     model: str
     max_tokens: MaxTokens = Field(
-        NO_LIMIT, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
+        NO_LIMIT, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -182,13 +180,8 @@ def as_parts(content: Any) -> Any:
     return [] if content is None else parts(content)
 
 
-def chat_type(type: Any) -> Any:
-    """The Responses interface has other names for texts."""
-    return "text" if type in ("input_text", "output_text") else type
-
-
 class MessagePart(BaseModel):
-    type: Annotated[Literal["text", "python", "python_output"], BeforeValidator(chat_type)]
+    type: Literal["text", "python", "python_output"]
     text: str
 
 
@@ -231,12 +224,8 @@ class ChatRequest(BaseRequest):
     top_logprobs: int = Field(0, ge=0, le=20)
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs or self.top_logprobs > 0
-
-    @property
     def logprob_settings(self) -> Json:
-        return {"logprobs": self.top_logprobs if self.wants_logprobs else None}
+        return {"logprobs": self.top_logprobs if self.logprobs or self.top_logprobs else None}
 
     @property
     def functions(self) -> Sequence[Function]:
@@ -258,11 +247,8 @@ class ChatRequest(BaseRequest):
         call = call_grammar(self.functions, tokenizer)
         return f"{call} | {text}" if mode == "auto" else call
 
-    def turns(self) -> list[Json]:
-        return [message.turn() for message in self.messages]
-
     def encode(self, model: ServedModel) -> Json:
-        turns = self.turns()
+        turns = [message.turn() for message in self.messages]
         if self.functions:
             turns.insert(0, define(self.functions))
 

@@ -35,7 +35,7 @@ SCHEMAS = TABLES["schemas"]
 
 
 def flat(value: Any) -> Any:
-    """Chat nests {"type": "function", "function": {"name": …}}; the Responses interface does not."""
+    """OpenAI nests a definition: {"type": "function", "function": {"name": …}}."""
     if not isinstance(value, dict):
         return value
     inner = value.get(str(value.get("type")))
