@@ -51,6 +51,7 @@ ERROR = {"message", "type", "param", "code"}  # the fields of every error
 SAID = [{"type": type, "text": text} for type, text in (
     ("text", "Wel 😀:"), ("python", "12*3"), ("python_output", "36"), ("text", "so,北!"))]
 CONTENT = "Wel 😀:so,北!"
+NOW = {"type": "function", "function": {"name": "now"}}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -176,7 +177,7 @@ def test_the_official_client_chats(server, engines):
     assert to_parts(TOKENIZER, expected.tokens) == SAID, "the model does what it was made for"
 
     ask = {"model": "tiny-rl", "messages": messages}
-    whole = server.ask(**ask, user="me", store=False, response_format={"type": "text"}, extra_body={"top_k": -1})
+    whole = server.ask(**ask, user="me", store=False, extra_body={"top_k": -1})
     [choice] = whole.choices
     assert (whole.object, whole.model, choice.finish_reason) == ("chat.completion", "tiny-rl", "stop")
     message = choice.message
@@ -293,7 +294,10 @@ def test_penalties_and_biases_are_the_engines(server, engines):
 
 @pytest.mark.parametrize("word, settings", [
     ("integer", {"max_tokens": "x"}), ("fraction", {"seed": 16.5}), ("32", {"stop": ["x"] * 33}),
-    ("267", {"logit_bias": {"268": 1}}), ("not supported", {"extra_body": {"suffix": "x"}}),
+    ("267", {"logit_bias": {"268": 1}}), ("leave it out", {"extra_body": {"suffix": "x"}}),
+    *[("export_hf", {"extra_body": {name: value}}) for name, value in (
+        ("tools", [NOW]), ("tool_choice", "required"), ("functions", [NOW["function"]]),
+        ("response_format", {"type": "json_object"}))],
     ("'user'", {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
     ("at least 1", {"messages": []}), ("content", {"messages": chat(None)}),
     ("'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
@@ -314,7 +318,7 @@ def test_what_is_wrong_with_a_request_is_said(server, word, settings):
     {"modalities": ["text"], "verbosity": "low", "reasoning_effort": "none", "prediction": {"type": "content"},
      "chat_template_kwargs": {"enable_thinking": False}, "keep_alive": -1, "reasoning": {"effort": "low"},
      "repeat_penalty": 1.0, "min_p": 0.0, "best_of": 1, "stop": [f"</never {i}>" for i in range(20)],
-     "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+     "tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
     {"max_tokens": 20.0, "seed": 1.0, "n": 1.0, "top_k": 0.0, "top_logprobs": 0.0},
     {"truncation": "auto"}, {"max_tokens": None, "max_completion_tokens": 20},
 ])
@@ -508,6 +512,20 @@ def test_zz_sigterm_lets_answers_end_for_a_while(server):
     assert server.process.wait(timeout=200) == 0
     log = server.log.read_text()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves tiny-sft, tiny-rl; Ctrl-C ends it\n", log), log
+
+
+def test_ctrl_c_ends_it_with_streams_open(tmp_path):
+    """At once, not after DRAIN_SECONDS: streams end with an error."""
+    server = Running(tmp_path, {"sft": writing_model()}, DRAIN_SECONDS=100)
+    server.pace.set(0.1)  # the answers take 100 seconds
+    stream = server.ask(MARKER, max_tokens=1000, n=8, stream=True)
+    for _ in range(8):
+        next(stream)
+    started = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="stopping"):
+        list(stream)
+    assert server.process.wait(timeout=200) == 0 and time.monotonic() - started < 50
 
 
 # ---- The application in this process

@@ -211,7 +211,7 @@ def test_everyone_writes_on_while_prompts_are_read():
 
 
 WRITTEN = [23, 28, 28, 28, 51]     # probable ones, by answers whose logits are adjusted
-ALLOWED = np.arange(60) % 4 != 1        # by a grammar
+ALLOWED = np.arange(60) % 4 != 1        # where an answer copies
 
 
 def probabilities(logits: torch.Tensor, sampling: SamplingParams, mask: bool) -> dict[int, float]:
@@ -233,11 +233,11 @@ def probabilities(logits: torch.Tensor, sampling: SamplingParams, mask: bool) ->
 
 
 def limited(sampling: SamplingParams, allowed) -> Sampler:
-    """A sampler whose grammar or copied text allows these tokens only."""
+    """A sampler whose copied text allows these tokens only."""
     sampler = Sampler(sampling)
     mask = np.zeros(60, dtype=bool)
     mask[allowed] = True
-    sampler.limits = SimpleNamespace(allowed=mask, allows=mask.__getitem__, add=lambda token: None)
+    sampler.copying = SimpleNamespace(allowed=mask, allows=mask.__getitem__, add=lambda token: None)
     return sampler
 
 
@@ -265,7 +265,7 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
             count[token] += 1
     capped = softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()
     for sampler, count in zip(samplers, counts):
-        expected = probabilities(capped, sampler.sampling, sampler.limits is not None)
+        expected = probabilities(capped, sampler.sampling, sampler.copying is not None)
         assert set(count) <= set(expected), sampler.sampling
         for token, probability in expected.items():
             assert abs(count[token] - N * probability) <= 1.01, (sampler.sampling, token)

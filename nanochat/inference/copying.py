@@ -159,8 +159,7 @@ class Copying:
         if it is one's own library; must_call: the answer begins with a call.
         """
         self.vocabulary, self.questions, self.asked, self.must_call = vocabulary, questions, asked, must_call
-        # With a client's own functions <|python_end|> ends an answer, but it closes a call, never a quotation.
-        self.stop = {token for token in stop if vocabulary.is_special(token)} - {vocabulary.python_end}
+        self.stop = {token for token in stop if vocabulary.is_special(token)}
         self.special: int | None = None     # the answer's last special token
         self.written = b""                  # the answer since that token
         self.tool, self.called = "", ""     # the last call's name, until its result has come, and its text

@@ -67,7 +67,6 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: UserError | None = None          # why it ended early: its grammar failed
     output: deque[int] = field(default_factory=deque)  # the tool's tokens still to be written
     expression: list[int] | None = None     # tokens since <|python_start|>
     calls: int = 0                          # limited; arithmetic does not count
@@ -121,7 +120,7 @@ class Engine:
             questions = self.vocabulary.questions(prompt)
             asked, found = self.tools.asked(questions) if self.tools.is_own else ("", False)
             # An answer that has begun goes on as it likes.
-            begins = prompt[-1] == self.assistant_start and self.python_end not in stop
+            begins = prompt[-1] == self.assistant_start
             copying = Copying(self.vocabulary, questions, stop, asked, found and begins)
         answers = []
         for i in range(num_samples):
@@ -195,7 +194,7 @@ class Engine:
         if advanced:
             self._extend(advanced, self.model.logits(hidden[ends]))
         for answer in advanced:
-            if answer.finish_reason or answer.error:
+            if answer.finish_reason:
                 self.remove(answer)
         return advanced
 
@@ -267,10 +266,7 @@ class Engine:
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
         else:
-            try:
-                answer.sampler.add(token)
-            except UserError as error:
-                answer.error = error
+            answer.sampler.add(token)
 
     def _use_tool(self, answer: Answer, token: int) -> None:
         """
@@ -339,10 +335,6 @@ class Engine:
             self.clear()
 
     def _until_done(self) -> Iterator[list[Answer]]:
-        """The answers of each step, until all have ended or one has an error, which is raised."""
+        """The answers of each step, until all have ended."""
         while self.busy:
-            advanced = self.step()
-            for answer in advanced:
-                if answer.error:
-                    raise answer.error
-            yield advanced
+            yield self.step()

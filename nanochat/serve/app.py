@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,17 +22,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from nanochat.runtime.console import log_error
-from nanochat.runtime.errors import UserError
 from nanochat.serve.gate import Gate, read_body, show_error
 from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Json, Request
 from nanochat.serve.replies import ChatReply, Reply
 from nanochat.serve.runs import state
 from nanochat.serve.served_model import ServedModel
-from nanochat.serve.structured import compile_grammar
 
-# Grammars that are compiled at once: each takes one of the few threads that also parse requests, for seconds at most.
-COMPILERS = 4
 FOLDER = Path(__file__).parent
 # Files that become part of the page, one document.
 PARTS = "watch.css", "watch.js", "inside.js"
@@ -120,7 +115,6 @@ class Api:
 
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
         self.models, self.max_new_tokens, self.defaults = models, max_new_tokens, defaults
-        self.compilers = asyncio.Semaphore(COMPILERS)
 
     async def health(self, http: HttpRequest) -> Response:
         """
@@ -167,16 +161,6 @@ class Api:
         body = await read_body(http)
         # Threads do the parsing: a megabyte takes up to a second. Meanwhile the event loop passes on others' tokens.
         asked, model, request = await asyncio.to_thread(self.read, kind, body)
-        if expression := asked.grammar(model.tokenizer):
-            try:
-                async with self.compilers:
-                    # Meanwhile the server may have been asked to stop: it waits for those that are compiled only.
-                    if model.state != "ready":
-                        raise model.gone()
-                    grammar = await asyncio.to_thread(compile_grammar, expression, model.tokenizer)
-            except UserError as error:
-                raise ApiError(400, str(error)) from None
-            request.sampling = replace(request.sampling, grammar=grammar)
         reply = make_reply(asked, model, request)
         model.submit(request)
         request.watcher = asyncio.create_task(cancel_at_the_end(http, request))

@@ -24,16 +24,15 @@ and results, each with its offset in the text of all parts. A completion's promp
 Echo begins after this token unless the client has sent it itself, so the first token has a log-probability, too.
 
 Messages may come in any order: consecutive system and user messages are one turn, the assistant may begin, and its
-message at the end is continued. functions.py and structured.py say how functions and response formats work here. The
-model's own tools are off if a form is prescribed. If max_tokens, the context or a stop string ends an answer before
-its form is complete, the answer does not fit the form.
+message at the end is continued.
 
 Differences: max_tokens above the server's limit means the limit. The limit and the end of the context end an answer
 with finish_reason "length". usage counts every token that was written, including tools' tokens
 and the end token. max_tokens -1 means no limit, as in llama.cpp. Hints on how to think, or what to store, are ignored;
-an unsupported parameter that would change the answer is an error.
+an unsupported parameter that would change the answer is an error, such as tools and response_format: a model that
+scripts.export_hf has exported can be served by a server that has them.
 """
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
@@ -50,13 +49,13 @@ from pydantic_core import from_json
 
 from nanochat.data.conversation import parts, recent, render_prompt, render_text
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
-from nanochat.serve.functions import Function, Functions, ToolCall, ToolChoice, ToolMode, call_grammar, define
-from nanochat.serve.protocol import TABLES, ApiError, Json, Request
+from nanochat.runtime.files import read_toml
+from nanochat.serve.protocol import NOT_HERE, ApiError, Json, Request
 from nanochat.serve.served_model import ServedModel
-from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
 
+# Parameters that are not fields of a request, and what happens to them.
+OTHERS = read_toml("serve/interface.toml")
 NO_LIMIT = 10**9
 MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(lambda count: NO_LIMIT if count < 0 else count)]
 # Fields that SamplingParams has under the same name, with the same meaning.
@@ -120,8 +119,8 @@ class BaseRequest(BaseModel):
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
         for name, value in asked.model_extra.items():
-            if value and name not in TABLES["ignored"] and value != TABLES["neutral"].get(name):
-                words = f"{name:.80} is not supported by this server; leave it out"
+            if value and name not in OTHERS["ignored"] and value != OTHERS["neutral"].get(name):
+                words = f"{name:.80} {NOT_HERE}, or leave it out"
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
         return asked
 
@@ -129,11 +128,6 @@ class BaseRequest(BaseModel):
     def size(self) -> int:
         """Choices in all."""
         return self.n
-
-    @property
-    def functions(self) -> Sequence[Function]:
-        """The caller's functions that may be called."""
-        return ()
 
     @property
     def logprob_settings(self) -> Json:
@@ -144,12 +138,8 @@ class BaseRequest(BaseModel):
         """The fields of a Request that say what the model reads."""
         raise NotImplementedError
 
-    def grammar(self, tokenizer: Tokenizer) -> str | None:
-        """A grammar's expression for the answer; None: any text."""
-        return None
-
     def prepare(self, model: ServedModel, max_new_tokens: int) -> Request:
-        """The request as an engine reads it, but for its grammar. ApiError, 400, if this model cannot answer it."""
+        """The request as an engine reads it. ApiError, 400, if this model cannot answer it."""
         # Choices are counted before prompts are encoded: 340,000 empty prompts take 18 seconds.
         if self.size > model.max_batch:
             raise ApiError(400, f"too many answers at once: this server takes at most {model.max_batch}", param="n")
@@ -160,15 +150,10 @@ class BaseRequest(BaseModel):
             words = (f"This model's maximum context length is {model.context} tokens. However, your {self.param} "
                      f"resulted in {longest} tokens. Please reduce the length of the {self.param}.")
             raise ApiError(400, words, "context_length_exceeded", self.param)
-        grammar = self.grammar(model.tokenizer)
-        stop = default_stop(model.tokenizer)
-        if self.functions:
-            # A call ends the answer; so does an expression that the calculator cannot read.
-            stop += (model.tokenizer.encode_special("<|python_end|>"),)
         check_tokens(self.logit_bias, model.tokenizer, "logit_bias")
         sampling = SamplingParams(
-            max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0), stop=stop,
-            tools=self.uses_tools and model.chats and grammar is None, logit_bias=tuple(self.logit_bias.items()),
+            max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0),
+            tools=self.uses_tools and model.chats, logit_bias=tuple(self.logit_bias.items()),
             **self.logprob_settings, **self.model_dump(include=SAME))
         return Request(sampling=sampling, n=self.n, stop=self.stop, **encoded)
 
@@ -190,35 +175,23 @@ Parts = Annotated[list[MessagePart], FailFast(), BeforeValidator(as_parts)]
 
 
 class Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: Parts = []
     parts: Parts = []
-    tool_calls: list[ToolCall] | None = None
 
     def turn(self) -> Json:
-        """The message in nanochat.data.conversation's form: calls and results are parts of the assistant's turn."""
-        if not (self.content or self.parts or self.tool_calls):
+        """The message in nanochat.data.conversation's form."""
+        if not (self.content or self.parts):
             raise ApiError(400, "content must be a text or a list of parts", param="messages")
-        text = "".join(part.text for part in self.content)
-        if self.role == "tool":
-            return {"role": "assistant", "content": [{"type": "python_output", "text": text}]}
-        if self.role != "assistant":
-            return {"role": self.role, "content": text}
-        parts = [part.model_dump() for part in self.parts or self.content]
-        # A message of this server has its call twice: in tool_calls and as its last part.
-        if self.tool_calls and parts and parts[-1]["type"] == "python":
-            parts = parts[:-1]
-        calls = [call.function.part() for call in self.tool_calls or []]
-        return {"role": self.role, "content": parts + calls}
+        if self.role == "assistant":
+            return {"role": self.role, "content": [part.model_dump() for part in self.parts or self.content]}
+        return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
 class ChatRequest(BaseRequest):
     param: ClassVar[str] = "messages"
     uses_tools: ClassVar[bool] = True
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
-    format: AnyResponseFormat = Field(ResponseFormat(), alias="response_format")
-    tools: Functions = []
-    tool_choice: ToolChoice = ToolMode()
     truncation: Literal["auto", "disabled"] = "disabled"
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -227,30 +200,8 @@ class ChatRequest(BaseRequest):
     def logprob_settings(self) -> Json:
         return {"logprobs": self.top_logprobs if self.logprobs or self.top_logprobs else None}
 
-    @property
-    def functions(self) -> Sequence[Function]:
-        choice = self.tool_choice
-        if choice.mode == "none":
-            return []
-        if choice.tools is None:
-            return self.tools
-        allowed = [tool.name for tool in choice.tools]
-        return [function for function in self.tools if function.name in allowed]
-
-    def grammar(self, tokenizer: Tokenizer) -> str | None:
-        mode = self.tool_choice.mode
-        if mode == "required" and not self.functions:
-            raise ApiError(400, "tool_choice asks for a function that tools does not have", param="tool_choice")
-        text = self.format.grammar()
-        if not self.functions or mode == "auto" and text is None:
-            return text
-        call = call_grammar(self.functions, tokenizer)
-        return f"{call} | {text}" if mode == "auto" else call
-
     def encode(self, model: ServedModel) -> Json:
         turns = [message.turn() for message in self.messages]
-        if self.functions:
-            turns.insert(0, define(self.functions))
 
         def encoded(messages: list[Json]) -> list[int]:
             conversation = {"messages": messages}

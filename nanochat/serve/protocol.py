@@ -9,11 +9,8 @@ from starlette.exceptions import HTTPException
 from nanochat.inference.engine import FinishReason
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.files import read_toml
 
 Json = dict[str, Any]
-# Names of OpenAI's interface and of JSON schemas; interface.toml says what each is for.
-TABLES = read_toml("serve/interface.toml")
 # After the name of a path or a parameter.
 NOT_HERE = "is not supported; export the model (python -m scripts.export_hf) and serve it with a server that has it"
 

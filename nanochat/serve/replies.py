@@ -9,7 +9,6 @@ from nanochat.data.conversation import text_of
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer, StopStrings, parts_of
 from nanochat.inference.logprobs import TokenLogprob
-from nanochat.serve.functions import read_call
 from nanochat.serve.openai_requests import BaseRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, Request
 from nanochat.serve.served_model import ServedModel
@@ -34,7 +33,6 @@ class Choice:
         self.logprobs: list[PlacedLogprob] = []
         self.held: list[PlacedLogprob] = []         # of tokens whose text has not been shown
         self.begun = False                          # an event has given the message's role
-        self.call: Json | None = None
         self.finish_reason: str | None = None
 
     def add(self, chunk: Chunk) -> tuple[list[Delta], list[PlacedLogprob]]:
@@ -179,19 +177,10 @@ class ChatReply(Reply):
         if not choice.begun:
             choice.begun = True
             delta = {"role": "assistant", "content": ""} | delta
-        if choice.finish_reason and choice.parts and choice.parts[-1]["type"] == "python":
-            choice.call = read_call(choice.parts[-1]["text"], self.asked.functions)
-        if choice.call:
-            choice.finish_reason = "tool_calls"
-            delta["tool_calls"] = [{"index": 0} | choice.call]
         return {"delta": delta}
 
     def message(self, choice: Choice) -> Json:
-        text = text_of(choice.parts)
-        message = {"role": "assistant", "content": text, "parts": choice.parts}
-        if choice.call:
-            message |= {"content": text or None, "tool_calls": [choice.call]}
-        return {"message": message}
+        return {"message": {"role": "assistant", "content": text_of(choice.parts), "parts": choice.parts}}
 
     def show(self, placed: Sequence[PlacedLogprob]) -> Json:
         """
