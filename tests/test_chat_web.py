@@ -321,6 +321,7 @@ def test_what_is_wrong_with_a_request_is_said(server, word, settings):
      "tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
     {"max_tokens": 20.0, "seed": 1.0, "n": 1.0, "top_k": 0.0, "top_logprobs": 0.0},
     {"truncation": "auto"}, {"max_tokens": None, "max_completion_tokens": 20},
+    {"max_completion_tokens": 21}, {"max_tokens": 30, "max_completion_tokens": 20}, {"max_completion_tokens": -1},
 ])
 def test_hints_change_no_answer(server, hints):
     plain = {"model": "tiny-sft", "messages": chat(MARKER), "temperature": 0, "max_tokens": 20}

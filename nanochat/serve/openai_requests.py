@@ -35,16 +35,7 @@ scripts.export_hf has exported can be served by a server that has them.
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
 from nanochat.data.conversation import parts, recent, render_prompt, render_text
@@ -81,13 +72,12 @@ def check_tokens(tokens: Iterable[int], tokenizer: Tokenizer, param: str) -> Non
 
 class BaseRequest(BaseModel):
     """The fields that all kinds of requests have. The server's defaults replace what is missing or null."""
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
     # The name of the field with the prompt.
     param: ClassVar[str]
     uses_tools: ClassVar[bool] = False
     model: str
-    max_tokens: MaxTokens = Field(
-        NO_LIMIT, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    max_tokens: MaxTokens = NO_LIMIT
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -112,17 +102,17 @@ class BaseRequest(BaseModel):
             raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
         if not isinstance(fields, dict):
             raise ApiError(400, "the body must be a JSON object")
+        known = cls.model_fields.keys() | OTHERS["ignored"]
+        for name, value in fields.items():
+            if value and name not in known and value != OTHERS["neutral"].get(name):
+                words = f"{name:.80} {NOT_HERE}, or leave it out"
+                raise ApiError(400, words, "unsupported_parameter", name[:80])
         try:
-            asked = cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
+            return cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
         except ValidationError as errors:
             error = errors.errors()[0]
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
-        for name, value in asked.model_extra.items():
-            if value and name not in OTHERS["ignored"] and value != OTHERS["neutral"].get(name):
-                words = f"{name:.80} {NOT_HERE}, or leave it out"
-                raise ApiError(400, words, "unsupported_parameter", name[:80])
-        return asked
 
     @property
     def size(self) -> int:
@@ -192,9 +182,14 @@ class ChatRequest(BaseRequest):
     param: ClassVar[str] = "messages"
     uses_tools: ClassVar[bool] = True
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    # OpenAI's newer name. Clients that do not know which one a server takes send both.
+    max_completion_tokens: MaxTokens = NO_LIMIT
     truncation: Literal["auto", "disabled"] = "disabled"
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+
+    def model_post_init(self, context: Any) -> None:
+        self.max_tokens = min(self.max_tokens, self.max_completion_tokens)
 
     @property
     def logprob_settings(self) -> Json:
