@@ -63,9 +63,8 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     # For each token: whether the tool wrote it. RL does not reinforce the tool's tokens.
     forced: list[bool] = field(default_factory=list)
-    # For each token, if sampling.logprobs is set; likewise for the prompt's.
+    # For each token, if sampling.logprobs is set.
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     output: deque[int] = field(default_factory=deque)  # the tool's tokens still to be written
     expression: list[int] | None = None     # tokens since <|python_start|>
@@ -186,8 +185,6 @@ class Engine:
         end = 0
         for answer, row, part in zip(self.running, self.model.rows, parts):
             end += len(part)
-            if answer.sampling.prompt_logprobs is not None and not answer.tokens:
-                self._add_prompt_logprobs(answer, row.length, hidden[end - len(part) : end])
             if row.length >= len(answer.prompt):
                 advanced.append(answer)
                 ends.append(end - 1)
@@ -214,7 +211,7 @@ class Engine:
             if unread[row] <= 0:
                 continue
             count = min(max(most_read, 1), unread[row])
-            if unread[row] > 1 and reader != row and answer.sampling.prompt_logprobs is None:
+            if unread[row] > 1 and reader != row:
                 if unread[reader] <= 1:
                     self.model.copy(reader, row, prompt[:-1])
                     length = len(prompt) - 1
@@ -222,16 +219,6 @@ class Engine:
             parts[row] = prompt[length : length + count]
             most_read -= count
         return parts
-
-    def _add_prompt_logprobs(self, answer: Answer, length: int, hidden: Tensor) -> None:
-        """Log-probabilities of the tokens that follow those of the prompt that have just been read, up to `length`."""
-        # Nothing predicts the first token, and the answer follows the last one.
-        answer.prompt_logprobs = answer.prompt_logprobs or [TokenLogprob(answer.prompt[0], None, [])]
-        targets = answer.prompt[length - len(hidden) + 1 : length + 1]
-        if targets:
-            logits = self.model.logits(hidden[: len(targets)])
-            count = answer.sampling.prompt_logprobs
-            answer.prompt_logprobs += token_logprobs(logits, targets, count, self.model.config.softcap)
 
     def _extend(self, answers: list[Answer], logits: Tensor) -> None:
         """The next token of each answer, after these logits, (answers, V)."""
@@ -243,7 +230,7 @@ class Engine:
         for row, (answer, token) in enumerate(zip(answers, drawn)):
             self._advance(answer, token)
             count = answer.sampling.logprobs
-            if count is not None and answer.tokens:
+            if count is not None:
                 wanted.setdefault(count, []).append(row)
         for count, rows in wanted.items():
             found = token_logprobs(logits[rows], [answers[row].tokens[-1] for row in rows], count, softcap)
@@ -251,10 +238,7 @@ class Engine:
                 answers[row].logprobs.append(logprob)
 
     def _advance(self, answer: Answer, drawn: int) -> None:
-        """Append the answer's next token, if it may have one: the tool's next token, or else the drawn one."""
-        if answer.limit == 0:
-            answer.finish_reason = "length"
-            return
+        """Append the answer's next token: the tool's next token, or else the drawn one."""
         forced = bool(answer.output)
         token = answer.output.popleft() if forced else drawn
         answer.tokens.append(token)

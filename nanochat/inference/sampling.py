@@ -22,7 +22,7 @@ NUCLEUS = 2048
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen, when it ends, and which log-probabilities it gets."""
-    max_tokens: int = 256               # forced tokens count as well; 0: only the prompt's log-probabilities
+    max_tokens: int = 256               # at least 1; forced tokens count as well
     temperature: float = 1.0            # 0: always the most probable token
     top_k: int = 0                      # only the k most probable tokens; 0: all
     top_p: float = 1.0                  # then only the most probable tokens that together reach this probability
@@ -33,7 +33,6 @@ class SamplingParams:
     frequency_penalty: float = 0.0      # once for each time that the answer has it
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its capped logit), each token once
     logprobs: int | None = None         # log-probabilities of an answer's tokens, and of this many most probable ones
-    prompt_logprobs: int | None = None  # likewise for the prompt's tokens
 
 
 class Sampler:

@@ -21,7 +21,6 @@ Extensions:
 Log-probabilities belong to the model's own distribution: after the softcap, before temperature and the request's other
 settings, in float32. In a chat `content` has them for the tokens of the content, and `others` for special tokens, calls
 and results, each with its offset in the text of all parts. A completion's prompt is read after <|bos|>.
-Echo begins after this token unless the client has sent it itself, so the first token has a log-probability, too.
 
 Messages may come in any order: consecutive system and user messages are one turn, the assistant may begin, and its
 message at the end is continued.
@@ -48,7 +47,7 @@ from nanochat.serve.served_model import ServedModel
 # Parameters that are not fields of a request, and what happens to them.
 OTHERS = read_toml("serve/interface.toml")
 NO_LIMIT = 10**9
-MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(lambda count: NO_LIMIT if count < 0 else count)]
+MaxTokens = Annotated[int, Field(ge=1), BeforeValidator(lambda count: NO_LIMIT if count == -1 else count)]
 # Fields that SamplingParams has under the same name, with the same meaning.
 SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
@@ -120,8 +119,8 @@ class BaseRequest(BaseModel):
         return self.n
 
     @property
-    def logprob_settings(self) -> Json:
-        """The log-probability settings of SamplingParams."""
+    def top(self) -> int | None:
+        """How many of the most probable tokens are told for each token of the answer; None: no log-probabilities."""
         raise NotImplementedError
 
     def encode(self, model: ServedModel) -> Json:
@@ -143,8 +142,8 @@ class BaseRequest(BaseModel):
         check_tokens(self.logit_bias, model.tokenizer, "logit_bias")
         sampling = SamplingParams(
             max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0),
-            tools=self.uses_tools and model.chats, logit_bias=tuple(self.logit_bias.items()),
-            **self.logprob_settings, **self.model_dump(include=SAME))
+            tools=self.uses_tools and model.chats, logit_bias=tuple(self.logit_bias.items()), logprobs=self.top,
+            **self.model_dump(include=SAME))
         return Request(sampling=sampling, n=self.n, stop=self.stop, **encoded)
 
 
@@ -192,8 +191,8 @@ class ChatRequest(BaseRequest):
         self.max_tokens = min(self.max_tokens, self.max_completion_tokens)
 
     @property
-    def logprob_settings(self) -> Json:
-        return {"logprobs": self.top_logprobs if self.logprobs or self.top_logprobs else None}
+    def top(self) -> int | None:
+        return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
     def encode(self, model: ServedModel) -> Json:
         turns = [message.turn() for message in self.messages]
@@ -223,13 +222,10 @@ class CompletionRequest(BaseRequest):
     max_tokens: MaxTokens = 16
     # Even 0 asks for log-probabilities here.
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = False
 
     @property
-    def logprob_settings(self) -> Json:
-        # With max_tokens=0 the engine has only the prompt to read, and reads it for its log-probabilities.
-        reads = not self.max_tokens or self.echo and self.logprobs is not None
-        return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}
+    def top(self) -> int | None:
+        return self.logprobs
 
     @property
     def size(self) -> int:
@@ -238,12 +234,9 @@ class CompletionRequest(BaseRequest):
     def encode(self, model: ServedModel) -> Json:
         tokenizer = model.tokenizer
         bos = tokenizer.get_bos_token_id()
-        prompts, echo_from = [], []
+        prompts = []
         for prompt in cast(list[str | list[int]], self.prompt):
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             check_tokens(tokens, tokenizer, "prompt")
-            added = [] if tokens[:1] == [bos] else [bos]
-            prompts.append(added + tokens)
-            # An added <|bos|> is not repeated.
-            echo_from.append(len(added))
-        return {"prompts": prompts, "echo_from": echo_from if self.echo else []}
+            prompts.append(tokens if tokens[:1] == [bos] else [bos, *tokens])
+        return {"prompts": prompts}

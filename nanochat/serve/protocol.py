@@ -37,7 +37,6 @@ class Chunk:
     tokens: list[int]
     logprobs: Sequence[TokenLogprob] = ()       # none, or one for each token
     finish_reason: FinishReason | None = None
-    is_echo: bool = False           # the tokens repeat the prompt
 
 
 Chunks = AsyncIterator[Chunk]
@@ -50,7 +49,6 @@ class Request:
     sampling: SamplingParams
     n: int = 1
     stop: Sequence[str] = ()
-    echo_from: Sequence[int] = ()           # for each prompt the first token that is repeated; (): no echo
     forgotten: int = 0                      # messages left out to make room for an answer
     received: asyncio.Queue[Chunk | ApiError] = field(default_factory=asyncio.Queue)
     # Takes choices away from the engine.

@@ -46,8 +46,8 @@ class Choice:
             if chunk.logprobs:
                 self.held.append(PlacedLogprob(chunk.logprobs[number], is_content, self.written))
             self.written += sum(len(delta.text) for delta in new)
-            self.tokens += not chunk.is_echo
-            deltas += new if chunk.is_echo else self.searched(new)
+            self.tokens += 1
+            deltas += self.searched(new)
         if chunk.finish_reason:
             deltas += self.searched(self.detokenizer.end()) + self.stop.end()
         self.finish_reason = "stop" if self.stop.found else chunk.finish_reason
@@ -67,8 +67,8 @@ class Choice:
 class Reply:
     """
     The answer to one request. `add` takes an engine's chunk; `whole` is the response so far, `events` a stream. This
-    class is the reply to a completion; other interfaces override how a choice looks: `delta` in an event, `message` in
-    the whole response, `show` its log-probabilities.
+    class is the reply to a completion; ChatReply overrides how a choice looks: `delta` in an event, `message` in the
+    whole response, `show` its log-probabilities.
     """
     kind = chunk_kind = "text_completion"
 
@@ -128,9 +128,7 @@ class Reply:
             token, value, top = one.logprob
             name = self.token_text(token)
             tops = {self.token_text(other): logprob for other, logprob in top}
-            # Nothing predicts the very first token: its value and its alternatives are None.
-            alternatives = None if value is None else tops | {name: value}
-            for key, entry in zip(shown, (name, value, alternatives, one.offset)):
+            for key, entry in zip(shown, (name, value, tops | {name: value}, one.offset)):
                 shown[key].append(entry)
         return shown
 
@@ -195,6 +193,6 @@ class ChatReply(Reply):
             shown["content" if one.is_content else "others"].append(entry)
         return shown
 
-    def named(self, token: int, logprob: float | None) -> Json:
+    def named(self, token: int, logprob: float) -> Json:
         data = self.model.tokenizer.decode_bytes([token])
         return {"token": self.token_text(token), "logprob": logprob, "bytes": [*data]}

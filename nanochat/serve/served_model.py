@@ -166,10 +166,6 @@ class ServedModel:
             request, index, sent = place.request, place.index, place.sent
             if len(answer.tokens) == sent and not answer.finish_reason:
                 continue
-            if request.echo_from and not sent:
-                start = request.echo_from[index // request.n]
-                logprobs = [] if request.sampling.logprobs is None else answer.prompt_logprobs[start:]
-                news.append((request, Chunk(index, answer.prompt[start:], logprobs, is_echo=True)))
             chunk = Chunk(index, answer.tokens[sent:], answer.logprobs[sent:], answer.finish_reason)
             news.append((request, chunk))
             place.sent = len(answer.tokens)
