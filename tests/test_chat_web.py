@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -299,6 +300,7 @@ def test_penalties_and_biases_are_the_engines(server, engines):
     ("export_hf", {"extra_body": {"echo": True, "max_tokens": 0}}), ("max_tokens", {"max_tokens": 0}),
     ("'user'", {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
     ("at least 1", {"messages": []}), ("content", {"messages": chat(None)}),
+    ("content", {"messages": chat("?", "", [])}),
     ("'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
     ("maximum context length is 2048 tokens", {"messages": chat("x" * 2045)}),
     ("267", {"prompt": [1, 268]}), ("string", {"prompt": 5}), (str(MOST), {"n": MOST + 1}),
@@ -330,6 +332,18 @@ def test_hints_change_no_answer(server, hints):
         assert hinted.json()[name] == whole.json()[name]
 
 
+@pytest.mark.parametrize("nothing", [{}, {"content": None}, {"content": []}])
+def test_an_answer_without_content_is_an_empty_one(server, nothing):
+    """As clients store an answer that was stopped before its first token."""
+    def ask(answer: dict) -> dict:
+        messages = [*chat("Hi"), {"role": "assistant"} | answer, *chat(MARKER)]
+        body = {"model": "tiny-sft", "messages": messages, "temperature": 0, "max_tokens": 9}
+        return server.http.post(CHAT, json=body).json()
+
+    answer, same = ask(nothing), ask({"content": ""})
+    assert answer["usage"] == same["usage"] and answer["choices"] == same["choices"]
+
+
 def test_truncation_leaves_out_the_oldest_turns(server):
     """As few as leave room for an answer, which is then as to the shorter conversation; what is left out is said."""
     system = [{"role": "system", "content": "Be brief."}]
@@ -347,14 +361,17 @@ def test_truncation_leaves_out_the_oldest_turns(server):
 def test_keys_and_models_that_are_unknown(server):
     with pytest.raises(openai.AuthenticationError):
         server.ask("?", client=server.client.with_options(api_key=KEY + "x"))
-    for header in (b"", b"Basic " + KEY.encode(), b"Bearer cl\xe9"):
-        assert server.http.get("/v1/models", headers={"Authorization": header}).status_code == 401
+    headers = [b"", b"Basic " + KEY.encode(), b"Bearer cl\xe9", KEY.encode(), f"bearer {KEY}".encode()]
+    statuses = [server.http.get("/v1/models", headers={"Authorization": header}).status_code for header in headers]
+    assert statuses == [401, 401, 401, 401, 200], "the scheme's case does not matter"
     server.wait_until("running", 0)
     assert server.http.get("/health", headers={"Authorization": ""}).json() == {
         "status": "ok", "models": {"tiny-sft": "ready", "tiny-rl": "ready"}, "running": 0, "waiting": 0}
     with pytest.raises(openai.NotFoundError, match="tiny-sft, tiny-rl") as caught:
         server.ask("?", model="gpt")
     assert caught.value.code == "model_not_found"
+    assert (answer := server.http.post(CHAT, json={"messages": chat("?")})).status_code == 404, "which of the two?"
+    assert "tiny-sft, tiny-rl" in answer.json()["error"]["message"]
 
 
 def test_requests_that_are_none_leave_nothing_in_the_log(server):
@@ -572,6 +589,34 @@ async def test_a_base_model_behind_a_proxy():
             if answer.status_code == 200:
                 assert answer.json()["choices"][0]["message"]["parts"] == to_parts(TOKENIZER, expected.tokens)
     assert statuses == [200, 200, 200, 421]
+
+
+@run_async
+async def test_the_only_model_answers_without_its_name():
+    """Also behind a byte order mark, as PowerShell writes it."""
+    async with serving(make_engine()) as (client, _):
+        body = json.dumps({"messages": chat("?"), "max_tokens": 5}).encode()
+        named = (await ask(client, "?", max_tokens=5)).json()
+        for content in (body, b"\xef\xbb\xbf" + body):
+            answer = await client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+            for name in ("model", "choices", "usage"):
+                assert answer.json()[name] == named[name]
+
+
+@run_async
+async def test_a_reset_connection_leaves_nothing_in_the_log(caplog):
+    """Before the event loop has noticed the end, several writes may fail."""
+    Server(None, [])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        client, _ = listener.accept()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    for _ in range(20):
+        writer.write(b"data")
+    assert caplog.records == []
+    with pytest.raises(ConnectionError):
+        await writer.drain()
 
 
 @run_async

@@ -143,7 +143,10 @@ class Api:
         return JSONResponse(self.describe(self.find(http.path_params["id"])))
 
     def find(self, id: str) -> ServedModel:
+        """The model with this name; without a name the only one. ApiError, 404, if there is none."""
         models = {model.id: model for model in self.models}
+        if not id and len(models) == 1:
+            return self.models[0]
         if id not in models:
             words = f"there is no model {id!r:.80}; this server has {', '.join(models) or 'none yet'}"
             raise ApiError(404, words, "model_not_found", "model")

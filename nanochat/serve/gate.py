@@ -99,9 +99,9 @@ class Gate:
         if "transfer-encoding" in headers and "content-length" in headers:
             words = "a request has Content-Length or Transfer-Encoding, not both"
             raise ApiError(400, words, headers={"Connection": "close"})
-        sent = headers.get("authorization", "").encode("latin-1")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         # Takes the same time for every wrong key.
-        is_right = hmac.compare_digest(sent, f"Bearer {self.api_key}".encode())
+        is_right = scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self.api_key.encode())
         if self.api_key and path not in OPEN_PATHS and not is_right:
             words = "this server asks for its key: Authorization: Bearer KEY"
             raise ApiError(401, words, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -31,6 +31,7 @@ and the end token. max_tokens -1 means no limit, as in llama.cpp. Hints on how t
 an unsupported parameter that would change the answer is an error, such as tools and response_format: a model that
 scripts.export_hf has exported can be served by a server that has them.
 """
+import codecs
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
@@ -75,7 +76,7 @@ class BaseRequest(BaseModel):
     # The name of the field with the prompt.
     param: ClassVar[str]
     uses_tools: ClassVar[bool] = False
-    model: str
+    model: str = ""         # empty: the server's only one
     max_tokens: MaxTokens = NO_LIMIT
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
@@ -96,7 +97,8 @@ class BaseRequest(BaseModel):
     def parse(cls, body: bytes, defaults: Json) -> Self:
         """The request in a body. ApiError, 400, for anything that cannot be answered as meant."""
         try:
-            fields = from_json(body, allow_inf_nan=False)
+            # PowerShell and others put a byte order mark in front.
+            fields = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
         if not isinstance(fields, dict):
@@ -170,10 +172,11 @@ class Message(BaseModel):
 
     def turn(self) -> Json:
         """The message in nanochat.data.conversation's form."""
-        if not (self.content or self.parts):
-            raise ApiError(400, "content must be a text or a list of parts", param="messages")
+        # An answer that was stopped at once has no content.
         if self.role == "assistant":
             return {"role": self.role, "content": [part.model_dump() for part in self.parts or self.content]}
+        if not self.content:
+            raise ApiError(400, "content must be a text or a list of parts", param="messages")
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 

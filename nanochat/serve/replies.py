@@ -75,7 +75,7 @@ class Reply:
     def __init__(self, asked: BaseRequest, model: ServedModel, request: Request):
         self.asked, self.model, self.request = asked, model, request
         self.id = uuid.uuid4().hex
-        self.head = {"id": self.id, "created": int(time.time()), "model": asked.model}
+        self.head = {"id": self.id, "created": int(time.time()), "model": model.id}
         if request.forgotten:
             self.head["forgotten"] = request.forgotten
         self.prompt_tokens = sum(map(len, request.prompts))

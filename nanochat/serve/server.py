@@ -1,5 +1,6 @@
 """The web server itself, uvicorn, with a shutdown that lets answers end first. Against floods put a proxy in front."""
 import asyncio
+import logging
 import signal
 import socket
 from types import FrameType
@@ -31,9 +32,10 @@ class Server(uvicorn.Server):
                 ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
                 ("Cache-Control", "no-store")],
             proxy_headers=False,
-            # A client could fill the log with warnings about malformed requests.
             log_level="error",
         ))
+        # Clients could fill the log: uvicorn warns of malformed requests, asyncio of each write to a lost connection.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         self.models, self.hurries = models, False
 
     async def on_tick(self, counter: int) -> bool:
