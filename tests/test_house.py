@@ -147,9 +147,9 @@ def test_no_statement_is_unreachable():
 # removing something; a step that makes a folder smaller lowers its number.
 BUDGETS = {
     "scripts": 10_700, "nanochat/runtime": 5_400, "nanochat/model": 11_800, "nanochat/optim": 10_050,
-    "nanochat/data": 8_150, "nanochat/training": 9_500, "nanochat/inference": 13_000, "nanochat/eval": 4_200,
-    "nanochat/corpus": 10_900, "nanochat/tasks": 13_000, "nanochat/serve": 11_800, "nanochat/hf": 3_400,
-    "nanochat/plan": 5_750, "bench": 11_800, "tests": 125_400,
+    "nanochat/data": 8_150, "nanochat/training": 9_500, "nanochat/inference": 12_550, "nanochat/eval": 4_200,
+    "nanochat/corpus": 10_900, "nanochat/tasks": 13_000, "nanochat/serve": 8_200, "nanochat/hf": 3_400,
+    "nanochat/plan": 5_750, "bench": 11_800, "tests": 122_050,
 }
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 

@@ -74,16 +74,10 @@ class Reply:
 
     def __init__(self, asked: BaseRequest, model: ServedModel, request: Request):
         self.asked, self.model, self.request = asked, model, request
-        self.id = uuid.uuid4().hex
-        self.head = {"id": self.id, "created": int(time.time()), "model": model.id}
+        self.head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model.id}
         if request.forgotten:
             self.head["forgotten"] = request.forgotten
-        self.prompt_tokens = sum(map(len, request.prompts))
         self.choices = [Choice(index, model.tokenizer, request.stop) for index in range(request.size)]
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(choice.tokens for choice in self.choices)
 
     def add(self, chunk: Chunk) -> tuple[Choice, Json, list[PlacedLogprob]]:
         """Take in the chunk; returns its choice and the content of an event, with the new text."""
@@ -154,10 +148,9 @@ class Reply:
             yield sse(error.body())
 
     def usage(self) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
+        read = sum(map(len, self.request.prompts))
+        written = sum(choice.tokens for choice in self.choices)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def sse(data: Json) -> bytes:
