@@ -1,7 +1,7 @@
 # Make .venv with everything the repo needs, unless it is there: `. ./setup.sh [extra]`, as speedrun.sh and tests do.
 (return 0 2>/dev/null) || { echo "error: it changes this shell's PATH, so write: . ./setup.sh" >&2; exit 2; }
-[[ ${1:-dev}, =~ ^((dev|gpu|hub|structured|wandb),)+$ ]] || {
-    echo "error: $1 is no extra: expected . ./setup.sh, or with some of dev,gpu,hub,structured,wandb" >&2; return 2; }
+[[ ${1:-dev}, =~ ^((dev|gpu|hub|wandb),)+$ ]] || {
+    echo "error: $1 is no extra: expected . ./setup.sh, or with some of dev,gpu,hub,wandb" >&2; return 2; }
 # NANOCHAT_NO_VENV=1: the Python on the PATH is used as it is. CUDA_VISIBLE_DEVICES= hides the GPUs.
 # Under nohup a lost connection should stop nothing, but torchrun would act on the signal.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT

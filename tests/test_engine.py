@@ -211,7 +211,7 @@ def test_everyone_writes_on_while_prompts_are_read():
 
 
 WRITTEN = [23, 28, 28, 28, 51]     # probable ones, by answers whose logits are adjusted
-ALLOWED = np.arange(60) % 4 != 1        # by a grammar
+ALLOWED = np.arange(60) % 4 != 1        # where an answer copies
 
 
 def probabilities(logits: torch.Tensor, sampling: SamplingParams, mask: bool) -> dict[int, float]:
@@ -233,11 +233,11 @@ def probabilities(logits: torch.Tensor, sampling: SamplingParams, mask: bool) ->
 
 
 def limited(sampling: SamplingParams, allowed) -> Sampler:
-    """A sampler whose grammar or copied text allows these tokens only."""
+    """A sampler whose copied text allows these tokens only."""
     sampler = Sampler(sampling)
     mask = np.zeros(60, dtype=bool)
     mask[allowed] = True
-    sampler.limits = SimpleNamespace(allowed=mask, allows=mask.__getitem__, add=lambda token: None)
+    sampler.copying = SimpleNamespace(allowed=mask, allows=mask.__getitem__, add=lambda token: None)
     return sampler
 
 
@@ -265,7 +265,7 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
             count[token] += 1
     capped = softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()
     for sampler, count in zip(samplers, counts):
-        expected = probabilities(capped, sampler.sampling, sampler.limits is not None)
+        expected = probabilities(capped, sampler.sampling, sampler.copying is not None)
         assert set(count) <= set(expected), sampler.sampling
         for token, probability in expected.items():
             assert abs(count[token] - N * probability) <= 1.01, (sampler.sampling, token)
@@ -342,39 +342,29 @@ def test_samples_of_one_prompt_share_its_reading_and_nothing_else():
 # ---- Log-probabilities
 
 
-def check_logprobs(model: GPT, tokens: list[int], logprobs: list, first: int, count: int | None) -> None:
-    """Those of tokens[first:] are the plain model's, softmax in float64, to 1e-4: float32 sums differ by less."""
-    expected = plain_logits(model, tokens).double().log_softmax(-1)
-    assert [one.token for one in logprobs] == tokens[first:] * (count is not None)
-    for row, one in zip(expected[max(first - 1, 0) :], logprobs[first == 0 :]):
-        best = row.topk(count)
-        values = [row[one.token].item(), *best.values.tolist()]
-        assert [token for token, _ in one.top] == best.indices.tolist()
-        assert [one.logprob, *(value for _, value in one.top)] == pytest.approx(values, abs=1e-4)
-
-
 @both
 def test_logprobs_are_the_plain_models(arch):
-    """
-    Of prompts of several pieces and of sampled answers, whatever the sampling did, in company; also where the answer
-    has no token. Those who do not ask for them have none.
-    """
+    """Of sampled answers, whatever the sampling did, in company. Those who do not ask for them have none."""
     model, prompts = random_model(sharpness=0.1, arch=arch), random_prompts(20, 1, 7, 8, 95, 30)
-    samplings = [SamplingParams(length, 2.0, 20, 0.9, 1, (), False, 1.0, logprobs=k, prompt_logprobs=of_prompt)
-                 for length, k, of_prompt in
-                 ((9, 3, None), (12, 1, 1), (0, None, 2), (1, 5, 5), (1, 0, 1), (20, None, None))]
+    samplings = [SamplingParams(length, 2.0, 20, 0.9, 1, (), False, 1.0, logprobs=count)
+                 for length, count in ((9, 3), (12, 1), (7, None), (1, 5), (1, 0), (20, None))]
     engine = Engine(model, TOKENIZER, 3)
     answers = [answer for prompt, one in zip(prompts, samplings) for answer in engine.add(prompt, one, num_samples=2)]
     finish(engine, 7)
-    assert [len(answer.tokens) for answer in answers[::2]] == [9, 12, 0, 1, 1, 20]
+    assert [len(answer.tokens) for answer in answers[::2]] == [9, 12, 7, 1, 1, 20]
     for answer in answers:
-        whole, sampling = answer.prompt + answer.tokens, answer.sampling
+        count = answer.sampling.logprobs
         assert answer.finish_reason == "length"
-        check_logprobs(model, whole, answer.logprobs, len(answer.prompt), sampling.logprobs)
-        check_logprobs(model, answer.prompt, answer.prompt_logprobs, 0, sampling.prompt_logprobs)
-        assert sampling.prompt_logprobs is None or answer.prompt_logprobs[0][1:] == (None, [])
-    alone = Engine(model, TOKENIZER).generate(prompts[3:4], dataclasses.replace(samplings[3], prompt_logprobs=None))
-    assert alone[0].tokens == answers[6].tokens, "the same draw with log-probabilities and without"
+        assert [one.token for one in answer.logprobs] == answer.tokens * (count is not None)
+        # To 1e-4: float32 sums differ by less.
+        expected = plain_logits(model, answer.prompt + answer.tokens).double().log_softmax(-1)
+        for row, one in zip(expected[len(answer.prompt) - 1 :], answer.logprobs):
+            best = row.topk(count)
+            values = [row[one.token].item(), *best.values.tolist()]
+            assert [token for token, _ in one.top] == best.indices.tolist()
+            assert [one.logprob, *(value for _, value in one.top)] == pytest.approx(values, abs=1e-4)
+    alone = Engine(model, TOKENIZER).generate(prompts[1:2], dataclasses.replace(samplings[1], logprobs=None))
+    assert alone[0].tokens == answers[2].tokens, "the same draw with log-probabilities and without"
 
 
 def test_of_equal_logits_the_greedy_one_is_told_as_the_most_probable():

@@ -255,6 +255,7 @@ def test_no_library_and_a_damaged_one_are_one_line_each(folder, tmp_path):
     whole = make_library(str(folder)).read_bytes()
     path = tmp_path / "x.sqlite"
     assert "no library" in refused(path) and "did you mean 'notes'?" in refused(library_path("notess"))
+    assert open_library("notes.sqlite").library.path == open_library("notes").library.path, "its file's name will do"
     for damaged in (b"", b"no SQLite", whole[:1000], whole[:len(whole) // 2]):
         path.write_bytes(damaged)
         assert "damaged" in refused(path)

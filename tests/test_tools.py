@@ -1,10 +1,7 @@
 """What a model can call between <|python_start|> and <|python_end|>: a library that is there, damaged, or hostile."""
-import asyncio
 import itertools
 import types
 
-import httpx
-import openai
 import pytest
 import torch
 
@@ -19,13 +16,10 @@ from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.serve.openai_requests import ChatRequest
 from nanochat.serve.protocol import Chunk, Request
 from nanochat.serve.replies import ChatReply
-from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.served_model import ServedModel
 
 TOKENIZER = Tokenizer([b"th", b"the", b" the"])
 SPECIAL = TOKENIZER.encode_special
-
-QUESTION = {"role": "user", "content": "?"}
 PARTITION = "Partition the string into three parts using the given separator."
 
 
@@ -103,11 +97,11 @@ MARKS = {"text": ("", ""), "python": ("<|python_start|>", "<|python_end|>"),
          "python_output": ("<|output_start|>", "<|output_end|>")}
 
 
-def reply_to(kind: type[ChatReply], *chunks: list[Delta]) -> tuple[ChatReply, list[Chunk]]:
+def reply_to(*chunks: list[Delta]) -> tuple[ChatReply, list[Chunk]]:
     """A reply with a library, and the chunks that it is still to be told of."""
     engine = types.SimpleNamespace(tokenizer=TOKENIZER, tools=Tools(Shelf()), context=256, max_batch=2)
-    ask = {"model": "tiny", "temperature": 0, "top_k": 0, "messages": [QUESTION], "input": "?"}
-    asked = (ResponsesRequest if kind is ResponsesReply else ChatRequest).model_validate(ask)
+    messages = [{"role": "user", "content": "?"}]
+    asked = ChatRequest.model_validate({"model": "tiny", "temperature": 0, "top_k": 0, "messages": messages})
     type, told = "text", []
     for deltas in chunks:
         tokens = []
@@ -117,13 +111,13 @@ def reply_to(kind: type[ChatReply], *chunks: list[Delta]) -> tuple[ChatReply, li
                 type = delta.type
             tokens += TOKENIZER.encode(delta.text)
         told.append(Chunk(0, tokens))
-    return kind(asked, ServedModel("tiny", engine), Request([[0]], SamplingParams())), told
+    return ChatReply(asked, ServedModel("tiny", engine), Request([[0]], SamplingParams())), told
 
 
 def test_a_reply_says_where_a_passage_comes_from():
     """Once in a stream, with the part's first text, as clients append texts; and in the whole message."""
     reply, chunks = reply_to(
-        ChatReply, [Delta("text", "See: "), Delta("python", "lookup('str.part"), Delta("python", "ition')")],
+        [Delta("text", "See: "), Delta("python", "lookup('str.part"), Delta("python", "ition')")],
         [Delta("python_output", PARTITION[:9])], [Delta("python_output", PARTITION[9:]), Delta("text", " Yes.")])
     parts = sum((reply.add(chunk)[1]["delta"]["parts"] for chunk in chunks), [])
     source = {"title": "str.partition", "place": "shelf.md:1"}
@@ -140,27 +134,3 @@ def test_a_passage_may_begin_as_nothing_does():
     call = [{"type": "python", "text": "search('not')"}, {"type": "python_output", "text": "n"}]
     sources = [Tools(Shelf()).source([*arithmetic, *call * calls, *call]) for calls in range(MOST_CALLS + 1)]
     assert [bool(source) for source in sources] == [True] * MOST_CALLS + [False]
-
-
-def test_a_response_cites_the_passages():
-    """As OpenAI's client reads it: behind the text that quotes the passage."""
-    reply, chunks = reply_to(
-        ResponsesReply, [Delta("text", "See: "), Delta("python", "lookup('not')"), Delta("python_output", "no")],
-        [Delta("python_output", "t a word"), Delta("text", "not a")], [Delta("text", " word. ")],
-        [Delta("python", "lookup('?')"), Delta("python_output", "nothing"), Delta("text", "And?")])
-
-    async def arriving():
-        for chunk in chunks:
-            yield chunk
-
-    async def body():
-        return b"".join([event async for event in reply.events(arriving())])
-
-    def handle(_):
-        return httpx.Response(200, content=asyncio.run(body()), headers={"content-type": "text/event-stream"})
-
-    client = openai.OpenAI(api_key="-", http_client=httpx.Client(transport=httpx.MockTransport(handle)))
-    *_, completed = client.responses.create(model="tiny", input="?", stream=True)
-    [citation] = completed.response.output[0].content[0].annotations
-    assert (citation.type, citation.file_id, citation.filename) == ("file_citation", "shelf.md:1", "shelf.md")
-    assert completed.response.output_text[: citation.index] == "See: not a word. "

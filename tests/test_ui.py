@@ -379,6 +379,17 @@ def test_a_passage_unfolds_with_its_place_and_the_quotation_marked(visit):
     assert me.answers.locator(".tool").all_inner_texts() == ["search('x')\n= nothing"]
 
 
+@pytest.mark.parametrize("turn", [{"question": "Hi", "parts": [{"type": "text", "text": None}]}, {}, None])
+def test_a_damaged_chat_is_left_out(visit, turn):
+    me = visit()
+    stored = json.dumps(json.dumps({"turns": [turn], "forgotten": 0}))
+    me.context.add_init_script(f"sessionStorage['nanochat.chat'] = {stored}")
+    me.page.reload()
+    me.limit(Max_tokens=9)
+    me.ask("Hello")
+    assert me.answers.all_inner_texts() == [ALPHABET[:9]] and me.questions() == ["Hello"]
+
+
 def test_what_goes_wrong_is_said_and_can_be_repeated(visit):
     """A key that is wanted; a stream that breaks."""
     me = visit(key="")

@@ -163,8 +163,7 @@ class Copying:
         """
         self.vocabulary, self.questions, self.plan, self.is_own = vocabulary, questions, plan, is_own
         self.must_call = is_own and plan.is_found
-        # With a client's own functions <|python_end|> ends an answer, but it closes a call, never a quotation.
-        self.stop = {token for token in stop if vocabulary.is_special(token)} - {vocabulary.python_end}
+        self.stop = {token for token in stop if vocabulary.is_special(token)}
         self.special: int | None = None     # the answer's last special token
         self.written = b""                  # the answer since that token
         self.tool, self.called = "", ""     # the last call's name, until its result has come, and its text

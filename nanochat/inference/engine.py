@@ -70,11 +70,9 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     # For each token: whether the tool wrote it. RL does not reinforce the tool's tokens.
     forced: list[bool] = field(default_factory=list)
-    # For each token, if sampling.logprobs is set; likewise for the prompt's.
+    # For each token, if sampling.logprobs is set.
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: UserError | None = None          # why it ended early: its grammar failed
     queued: deque[int] = field(default_factory=deque)  # tokens still to be written that the model does not choose
     is_cut: bool = False                    # what it quotes had no room
     is_ending: bool = False                 # the last token queued ends it
@@ -129,7 +127,7 @@ class Engine:
         if self.vocabulary and sampling.tools:
             questions = self.vocabulary.questions(prompt)
             # An answer that has begun goes on as it likes.
-            if prompt[-1] == self.assistant_start and self.python_end not in stop:
+            if prompt[-1] == self.assistant_start:
                 plan = self.tools.plan(questions)
             copying = Copying(self.vocabulary, questions, stop, plan, self.tools.is_own)
         answers = []
@@ -201,15 +199,13 @@ class Engine:
         end = 0
         for answer, row, part in zip(self.running, self.model.rows, parts):
             end += len(part)
-            if answer.sampling.prompt_logprobs is not None and not answer.tokens:
-                self._add_prompt_logprobs(answer, row.length, hidden[end - len(part) : end])
             if row.length >= len(answer.prompt):
                 advanced.append(answer)
                 ends.append(end - 1)
         if advanced:
             self._extend(advanced, self.model.logits(hidden[ends]))
         for answer in advanced:
-            if answer.finish_reason or answer.error:
+            if answer.finish_reason:
                 self.remove(answer)
         return advanced
 
@@ -229,7 +225,7 @@ class Engine:
             if unread[row] <= 0:
                 continue
             count = min(max(most_read, 1), unread[row])
-            if unread[row] > 1 and reader != row and answer.sampling.prompt_logprobs is None:
+            if unread[row] > 1 and reader != row:
                 if unread[reader] <= 1:
                     self.model.copy(reader, row, prompt[:-1])
                     length = len(prompt) - 1
@@ -237,16 +233,6 @@ class Engine:
             parts[row] = prompt[length : length + count]
             most_read -= count
         return parts
-
-    def _add_prompt_logprobs(self, answer: Answer, length: int, hidden: Tensor) -> None:
-        """Log-probabilities of the tokens that follow those of the prompt that have just been read, up to `length`."""
-        # Nothing predicts the first token, and the answer follows the last one.
-        answer.prompt_logprobs = answer.prompt_logprobs or [TokenLogprob(answer.prompt[0], None, [])]
-        targets = answer.prompt[length - len(hidden) + 1 : length + 1]
-        if targets:
-            logits = self.model.logits(hidden[: len(targets)])
-            count = answer.sampling.prompt_logprobs
-            answer.prompt_logprobs += token_logprobs(logits, targets, count, self.model.config.softcap)
 
     def _extend(self, answers: list[Answer], logits: Tensor) -> None:
         """The next token of each answer, after these logits, (answers, V)."""
@@ -258,7 +244,7 @@ class Engine:
         for row, (answer, token) in enumerate(zip(answers, drawn)):
             self._advance(answer, token)
             count = answer.sampling.logprobs
-            if count is not None and answer.tokens:
+            if count is not None:
                 wanted.setdefault(count, []).append(row)
         for count, rows in wanted.items():
             found = token_logprobs(logits[rows], [answers[row].tokens[-1] for row in rows], count, softcap)
@@ -266,10 +252,7 @@ class Engine:
                 answers[row].logprobs.append(logprob)
 
     def _advance(self, answer: Answer, drawn: int) -> None:
-        """Append the answer's next token, if it may have one: the tool's next token, or else the drawn one."""
-        if answer.limit == 0:
-            answer.finish_reason = "length"
-            return
+        """Append the answer's next token: the next one queued, or else the drawn one."""
         if not answer.queued and answer.sampling.tools:
             self._end_well(answer, drawn)
         forced = bool(answer.queued)
@@ -283,10 +266,7 @@ class Engine:
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
         else:
-            try:
-                answer.sampler.add(token)
-            except UserError as error:
-                answer.error = error
+            answer.sampler.add(token)
 
     def _end_well(self, answer: Answer, drawn: int) -> None:
         """Before an answer ends without a word, queue a sentence; digits that repeat themselves end an answer, too."""
@@ -374,10 +354,6 @@ class Engine:
             self.clear()
 
     def _until_done(self) -> Iterator[list[Answer]]:
-        """The answers of each step, until all have ended or one has an error, which is raised."""
+        """The answers of each step, until all have ended."""
         while self.busy:
-            advanced = self.step()
-            for answer in advanced:
-                if answer.error:
-                    raise answer.error
-            yield advanced
+            yield self.step()

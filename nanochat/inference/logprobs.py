@@ -12,9 +12,9 @@ from nanochat.model.loss import cap
 
 
 class TokenLogprob(NamedTuple):
-    """A token, its log-probability (None if nothing predicts the token), and the most probable tokens at its place."""
+    """A token, its log-probability, and the most probable tokens at its place."""
     token: int
-    logprob: float | None
+    logprob: float
     top: list[tuple[int, float]]    # (token, log-probability), the most probable first
 
 

@@ -10,11 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.runtime.errors import UserError, first_line
-
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from nanochat.inference.copying import Copying
 
 # Lower temperatures are greedy, because float32 must be able to hold 1 / temperature.
@@ -23,42 +19,10 @@ COLDEST = 1e-5
 NUCLEUS = 2048
 
 
-class Grammar:
-    """
-    How one answer may continue. allowed: (V,) bool, the tokens that may come next. They include tokens that end the
-    answer exactly when the answer is complete.
-    """
-
-    def __init__(self, matcher: "LLMatcher", vocab_size: int):
-        """UserError if the grammar is wrong or not supported."""
-        self.matcher, self.vocab_size = matcher, vocab_size
-        self._find_allowed()
-
-    def start(self) -> "Grammar":
-        """A copy, for another answer."""
-        other = copy.copy(self)
-        other.matcher = self.matcher.deep_copy()
-        return other
-
-    def add(self, token: int) -> None:
-        """Add the answer's next token, an allowed one. UserError if finding the next allowed tokens takes too long."""
-        self.matcher.consume_token(token)
-        self._find_allowed()
-
-    def allows(self, token: int) -> bool:
-        return bool(self.allowed[token])
-
-    def _find_allowed(self) -> None:
-        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        if self.matcher.is_error():
-            raise UserError(f"the form of the answer: {first_line(ValueError(self.matcher.get_error()))}")
-        self.allowed = np.unpackbits(bits, count=self.vocab_size, bitorder="little").view(bool)
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen, when it ends, and which log-probabilities it gets."""
-    max_tokens: int = 256               # forced tokens count as well; 0: only the prompt's log-probabilities
+    max_tokens: int = 256               # at least 1; forced tokens count as well
     temperature: float = 1.0            # 0: always the most probable token
     top_k: int = 0                      # only the k most probable tokens; 0: all
     top_p: float = 1.0                  # then only the most probable tokens that together reach this probability
@@ -69,11 +33,6 @@ class SamplingParams:
     frequency_penalty: float = 0.0      # once for each time that the answer has it
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its capped logit), each token once
     logprobs: int | None = None         # log-probabilities of an answer's tokens, and of this many most probable ones
-    prompt_logprobs: int | None = None  # likewise for the prompt's tokens
-    grammar: Grammar | None = None      # which tokens may come next; None: any. Not together with tools
-
-    def __post_init__(self):
-        assert not (self.grammar and self.tools), "no grammar knows what the tool writes"
 
 
 class Sampler:
@@ -81,16 +40,16 @@ class Sampler:
 
     def __init__(self, sampling: SamplingParams, copying: "Copying | None" = None):
         self.sampling = sampling
-        # Never both: no grammar goes with tools. A copy, because all answers to a prompt begin alike.
-        self.limits = sampling.grammar.start() if sampling.grammar else copy.copy(copying)
+        # A copy, because all answers to a prompt begin alike.
+        self.copying = copy.copy(copying)
         # By token, what is added to its logit. Updated token by token, so a step need not recount them.
         self.added = dict(sampling.logit_bias)
         self.written: set[int] = set()
 
     def add(self, token: int) -> None:
-        """Add the answer's next token. UserError as in `Grammar.add`."""
-        if self.limits:
-            self.limits.add(token)
+        """Add the answer's next token."""
+        if self.copying:
+            self.copying.add(token)
         penalty = self.sampling.frequency_penalty
         if token not in self.written:
             penalty += self.sampling.presence_penalty
@@ -161,10 +120,10 @@ def add_to_logits(logits: Tensor, samplers: Sequence[Sampler]) -> None:
 
 
 def forbid(logits: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Logits, (B, V), become −inf where a row's limits do not allow the token."""
+    """Logits, (B, V), become −inf where copying does not allow a row the token."""
     forbidden = np.zeros(tuple(logits.shape), dtype=bool)   # torch takes four times as long
     for row, sampler in enumerate(samplers):
-        allowed = sampler.limits.allowed if sampler.limits else None
+        allowed = sampler.copying.allowed if sampler.copying else None
         if allowed is not None:
             forbidden[row] = True
             forbidden[row, allowed] = False
@@ -178,8 +137,8 @@ def most_probable(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     quicker than ruling out all others.
     """
     tokens = logits.argmax(-1).tolist()
-    limits = [sampler.limits for sampler in samplers]
-    wrong = [row for row, token in enumerate(tokens) if limits[row] and not limits[row].allows(token)]
+    copyings = [sampler.copying for sampler in samplers]
+    wrong = [row for row, token in enumerate(tokens) if copyings[row] and not copyings[row].allows(token)]
     if wrong:
         part = logits[wrong]
         forbid(part, [samplers[row] for row in wrong])

@@ -1,9 +1,8 @@
 """
 The chat server as a web application: the page, OpenAI's interface and health.
 
-The life of a request: `Gate` lets it in (gate.py), `Api.answer` parses and checks it (openai_requests.py and
-responses.py), gives it to an engine (served_model.py) and turns the engine's chunks into JSON or server-sent
-events (replies.py).
+The life of a request: `Gate` lets it in (gate.py), `Api.answer` parses and checks it (openai_requests.py), gives it to
+an engine (served_model.py) and turns the engine's chunks into JSON or server-sent events (replies.py).
 
 Limits are checked before work is done. No user's text gets into a log.
 """
@@ -11,7 +10,6 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,18 +22,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from nanochat.runtime.console import log_error
-from nanochat.runtime.errors import UserError
 from nanochat.serve.gate import Gate, read_body, show_error
 from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Json, Request
 from nanochat.serve.replies import ChatReply, Reply
-from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.runs import state
 from nanochat.serve.served_model import ServedModel
-from nanochat.serve.structured import compile_grammar
 
-# Grammars that are compiled at once: each takes one of the few threads that also parse requests, for seconds at most.
-COMPILERS = 4
 FOLDER = Path(__file__).parent
 # Files that become part of the page, one document.
 PARTS = "watch.css", "watch.js", "inside.js"
@@ -61,7 +54,6 @@ def create_app(
         Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", partial(api.answer, ChatRequest, ChatReply), methods=["POST"]),
         Route("/v1/completions", partial(api.answer, CompletionRequest, Reply), methods=["POST"]),
-        Route("/v1/responses", partial(api.answer, ResponsesRequest, ResponsesReply), methods=["POST"]),
     ]
     gate = Middleware(Gate, api_key=api_key, hosts=hosts)
 
@@ -123,7 +115,6 @@ class Api:
 
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
         self.models, self.max_new_tokens, self.defaults = models, max_new_tokens, defaults
-        self.compilers = asyncio.Semaphore(COMPILERS)
 
     async def health(self, http: HttpRequest) -> Response:
         """
@@ -152,7 +143,10 @@ class Api:
         return JSONResponse(self.describe(self.find(http.path_params["id"])))
 
     def find(self, id: str) -> ServedModel:
+        """The model with this name; without a name the only one. ApiError, 404, if there is none."""
         models = {model.id: model for model in self.models}
+        if not id and len(models) == 1:
+            return self.models[0]
         if id not in models:
             words = f"there is no model {id!r:.80}; this server has {', '.join(models) or 'none yet'}"
             raise ApiError(404, words, "model_not_found", "model")
@@ -170,16 +164,6 @@ class Api:
         body = await read_body(http)
         # Threads do the parsing: a megabyte takes up to a second. Meanwhile the event loop passes on others' tokens.
         asked, model, request = await asyncio.to_thread(self.read, kind, body)
-        if expression := asked.grammar(model.tokenizer):
-            try:
-                async with self.compilers:
-                    # Meanwhile the server may have been asked to stop: it waits for those that are compiled only.
-                    if model.state != "ready":
-                        raise model.gone()
-                    grammar = await asyncio.to_thread(compile_grammar, expression, model.tokenizer)
-            except UserError as error:
-                raise ApiError(400, str(error)) from None
-            request.sampling = replace(request.sampling, grammar=grammar)
         reply = make_reply(asked, model, request)
         model.submit(request)
         request.watcher = asyncio.create_task(cancel_at_the_end(http, request))

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.runtime.console import log_error
-from nanochat.serve.protocol import ApiError
+from nanochat.serve.protocol import NOT_HERE, ApiError
 
 MAX_BODY_BYTES = 2**20
 LOOPBACK = "127.0.0.1", "localhost", "::1"
@@ -43,9 +43,11 @@ async def read_body(http: HttpRequest) -> bytes:
 async def show_error(http: HttpRequest, error: HTTPException) -> Response:
     # Other exceptions come from the router.
     if not isinstance(error, ApiError):
-        words = f"{error.detail}: {http.method} {http.scope['path']:.80}"
+        words = f"{http.method} {http.scope['path']:.80}"
         if error.status_code == 404:
-            words += f"; this server has {', '.join(route.path for route in http.app.routes)}"
+            words += f" {NOT_HERE}; this one has {', '.join(route.path for route in http.app.routes)}"
+        else:
+            words += f": {error.detail}"
         error = ApiError(error.status_code, words, headers=error.headers)
     return JSONResponse(error.body(), error.status_code, error.headers)
 
@@ -97,9 +99,9 @@ class Gate:
         if "transfer-encoding" in headers and "content-length" in headers:
             words = "a request has Content-Length or Transfer-Encoding, not both"
             raise ApiError(400, words, headers={"Connection": "close"})
-        sent = headers.get("authorization", "").encode("latin-1")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         # Takes the same time for every wrong key.
-        is_right = hmac.compare_digest(sent, f"Bearer {self.api_key}".encode())
+        is_right = scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self.api_key.encode())
         if self.api_key and path not in OPEN_PATHS and not is_right:
             words = "this server asks for its key: Authorization: Bearer KEY"
             raise ApiError(401, words, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -21,46 +21,34 @@ Extensions:
 Log-probabilities belong to the model's own distribution: after the softcap, before temperature and the request's other
 settings, in float32. In a chat `content` has them for the tokens of the content, and `others` for special tokens, calls
 and results, each with its offset in the text of all parts. A completion's prompt is read after <|bos|>.
-Echo begins after this token unless the client has sent it itself, so the first token has a log-probability, too.
 
 Messages may come in any order: consecutive system and user messages are one turn, the assistant may begin, and its
-message at the end is continued. functions.py and structured.py say how functions and response formats work here. The
-model's own tools are off if a form is prescribed. If max_tokens, the context or a stop string ends an answer before
-its form is complete, the answer does not fit the form.
-
-The Responses interface stores nothing: every request brings its whole conversation in `input`.
+message at the end is continued.
 
 Differences: max_tokens above the server's limit means the limit. The limit and the end of the context end an answer
-with finish_reason "length". usage counts every token that was written, including tools' tokens
-and the end token. max_tokens -1 means no limit, as in llama.cpp. Hints on how to think, or what to store, are ignored;
-an unsupported parameter that would change the answer is an error.
+with finish_reason "length". usage counts every token that was written, including tools' tokens and the end token.
+max_tokens -1 means no limit, as in llama.cpp; of max_tokens and max_completion_tokens the smaller holds. Without
+`model` the only one answers. Hints on how to think, or what to store, are ignored; an unsupported parameter that would
+change the answer is an error: tools, response_format and echo are for servers of exported models.
 """
-from collections.abc import Iterable, Sequence
+import codecs
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
 from nanochat.data.conversation import parts, recent, render_prompt, render_text
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
-from nanochat.serve.functions import Function, Functions, ToolCall, ToolChoice, ToolMode, call_grammar, define
-from nanochat.serve.protocol import TABLES, ApiError, Json, Request
+from nanochat.runtime.files import read_toml
+from nanochat.serve.protocol import NOT_HERE, ApiError, Json, Request
 from nanochat.serve.served_model import ServedModel
-from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
 
+# Parameters that are not fields of a request, and what happens to them.
+OTHERS = read_toml("serve/interface.toml")
 NO_LIMIT = 10**9
-MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(lambda count: NO_LIMIT if count < 0 else count)]
+MaxTokens = Annotated[int, Field(ge=1), BeforeValidator(lambda count: NO_LIMIT if count == -1 else count)]
 # Fields that SamplingParams has under the same name, with the same meaning.
 SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
@@ -84,13 +72,12 @@ def check_tokens(tokens: Iterable[int], tokenizer: Tokenizer, param: str) -> Non
 
 class BaseRequest(BaseModel):
     """The fields that all kinds of requests have. The server's defaults replace what is missing or null."""
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
     # The name of the field with the prompt.
     param: ClassVar[str]
     uses_tools: ClassVar[bool] = False
-    model: str
-    max_tokens: MaxTokens = Field(
-        NO_LIMIT, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
+    model: str = ""         # empty: the server's only one
+    max_tokens: MaxTokens = NO_LIMIT
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -110,22 +97,23 @@ class BaseRequest(BaseModel):
     def parse(cls, body: bytes, defaults: Json) -> Self:
         """The request in a body. ApiError, 400, for anything that cannot be answered as meant."""
         try:
-            fields = from_json(body, allow_inf_nan=False)
+            # PowerShell and others put a byte order mark in front.
+            fields = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
         if not isinstance(fields, dict):
             raise ApiError(400, "the body must be a JSON object")
+        known = cls.model_fields.keys() | OTHERS["ignored"]
+        for name, value in fields.items():
+            if value and name not in known and value != OTHERS["neutral"].get(name):
+                words = f"{name:.80} {NOT_HERE}, or leave it out"
+                raise ApiError(400, words, "unsupported_parameter", name[:80])
         try:
-            asked = cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
+            return cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
         except ValidationError as errors:
             error = errors.errors()[0]
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
-        for name, value in asked.model_extra.items():
-            if value and name not in TABLES["ignored"] and value != TABLES["neutral"].get(name):
-                words = f"{name:.80} is not supported by this server; leave it out"
-                raise ApiError(400, words, "unsupported_parameter", name[:80])
-        return asked
 
     @property
     def size(self) -> int:
@@ -133,25 +121,16 @@ class BaseRequest(BaseModel):
         return self.n
 
     @property
-    def functions(self) -> Sequence[Function]:
-        """The caller's functions that may be called."""
-        return ()
-
-    @property
-    def logprob_settings(self) -> Json:
-        """The log-probability settings of SamplingParams."""
+    def top(self) -> int | None:
+        """How many of the most probable tokens are told for each token of the answer; None: no log-probabilities."""
         raise NotImplementedError
 
     def encode(self, model: ServedModel) -> Json:
         """The fields of a Request that say what the model reads."""
         raise NotImplementedError
 
-    def grammar(self, tokenizer: Tokenizer) -> str | None:
-        """A grammar's expression for the answer; None: any text."""
-        return None
-
     def prepare(self, model: ServedModel, max_new_tokens: int) -> Request:
-        """The request as an engine reads it, but for its grammar. ApiError, 400, if this model cannot answer it."""
+        """The request as an engine reads it. ApiError, 400, if this model cannot answer it."""
         # Choices are counted before prompts are encoded: 340,000 empty prompts take 18 seconds.
         if self.size > model.max_batch:
             raise ApiError(400, f"too many answers at once: this server takes at most {model.max_batch}", param="n")
@@ -162,16 +141,11 @@ class BaseRequest(BaseModel):
             words = (f"This model's maximum context length is {model.context} tokens. However, your {self.param} "
                      f"resulted in {longest} tokens. Please reduce the length of the {self.param}.")
             raise ApiError(400, words, "context_length_exceeded", self.param)
-        grammar = self.grammar(model.tokenizer)
-        stop = default_stop(model.tokenizer)
-        if self.functions:
-            # A call ends the answer; so does an expression that the calculator cannot read.
-            stop += (model.tokenizer.encode_special("<|python_end|>"),)
         check_tokens(self.logit_bias, model.tokenizer, "logit_bias")
         sampling = SamplingParams(
-            max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0), stop=stop,
-            tools=self.uses_tools and model.chats and grammar is None, logit_bias=tuple(self.logit_bias.items()),
-            **self.logprob_settings, **self.model_dump(include=SAME))
+            max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0),
+            tools=self.uses_tools and model.chats, logit_bias=tuple(self.logit_bias.items()), logprobs=self.top,
+            **self.model_dump(include=SAME))
         return Request(sampling=sampling, n=self.n, stop=self.stop, **encoded)
 
 
@@ -182,13 +156,8 @@ def as_parts(content: Any) -> Any:
     return [] if content is None else parts(content)
 
 
-def chat_type(type: Any) -> Any:
-    """The Responses interface has other names for texts."""
-    return "text" if type in ("input_text", "output_text") else type
-
-
 class MessagePart(BaseModel):
-    type: Annotated[Literal["text", "python", "python_output"], BeforeValidator(chat_type)]
+    type: Literal["text", "python", "python_output"]
     text: str
 
 
@@ -197,74 +166,39 @@ Parts = Annotated[list[MessagePart], FailFast(), BeforeValidator(as_parts)]
 
 
 class Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: Parts = []
     parts: Parts = []
-    tool_calls: list[ToolCall] | None = None
 
     def turn(self) -> Json:
-        """The message in nanochat.data.conversation's form: calls and results are parts of the assistant's turn."""
-        if not (self.content or self.parts or self.tool_calls):
+        """The message in nanochat.data.conversation's form."""
+        # An answer that was stopped at once has no content.
+        if self.role == "assistant":
+            return {"role": self.role, "content": [part.model_dump() for part in self.parts or self.content]}
+        if not self.content:
             raise ApiError(400, "content must be a text or a list of parts", param="messages")
-        text = "".join(part.text for part in self.content)
-        if self.role == "tool":
-            return {"role": "assistant", "content": [{"type": "python_output", "text": text}]}
-        if self.role != "assistant":
-            return {"role": self.role, "content": text}
-        parts = [part.model_dump() for part in self.parts or self.content]
-        # A message of this server has its call twice: in tool_calls and as its last part.
-        if self.tool_calls and parts and parts[-1]["type"] == "python":
-            parts = parts[:-1]
-        calls = [call.function.part() for call in self.tool_calls or []]
-        return {"role": self.role, "content": parts + calls}
+        return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
 class ChatRequest(BaseRequest):
     param: ClassVar[str] = "messages"
     uses_tools: ClassVar[bool] = True
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
-    format: AnyResponseFormat = Field(ResponseFormat(), alias="response_format")
-    tools: Functions = []
-    tool_choice: ToolChoice = ToolMode()
+    # OpenAI's newer name. Clients that do not know which one a server takes send both.
+    max_completion_tokens: MaxTokens = NO_LIMIT
     truncation: Literal["auto", "disabled"] = "disabled"
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs or self.top_logprobs > 0
+    def model_post_init(self, context: Any) -> None:
+        self.max_tokens = min(self.max_tokens, self.max_completion_tokens)
 
     @property
-    def logprob_settings(self) -> Json:
-        return {"logprobs": self.top_logprobs if self.wants_logprobs else None}
-
-    @property
-    def functions(self) -> Sequence[Function]:
-        choice = self.tool_choice
-        if choice.mode == "none":
-            return []
-        if choice.tools is None:
-            return self.tools
-        allowed = [tool.name for tool in choice.tools]
-        return [function for function in self.tools if function.name in allowed]
-
-    def grammar(self, tokenizer: Tokenizer) -> str | None:
-        mode = self.tool_choice.mode
-        if mode == "required" and not self.functions:
-            raise ApiError(400, "tool_choice asks for a function that tools does not have", param="tool_choice")
-        text = self.format.grammar()
-        if not self.functions or mode == "auto" and text is None:
-            return text
-        call = call_grammar(self.functions, tokenizer)
-        return f"{call} | {text}" if mode == "auto" else call
-
-    def turns(self) -> list[Json]:
-        return [message.turn() for message in self.messages]
+    def top(self) -> int | None:
+        return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
     def encode(self, model: ServedModel) -> Json:
-        turns = self.turns()
-        if self.functions:
-            turns.insert(0, define(self.functions))
+        turns = [message.turn() for message in self.messages]
 
         def encoded(messages: list[Json]) -> list[int]:
             conversation = {"messages": messages}
@@ -291,13 +225,10 @@ class CompletionRequest(BaseRequest):
     max_tokens: MaxTokens = 16
     # Even 0 asks for log-probabilities here.
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = False
 
     @property
-    def logprob_settings(self) -> Json:
-        # With max_tokens=0 the engine has only the prompt to read, and reads it for its log-probabilities.
-        reads = not self.max_tokens or self.echo and self.logprobs is not None
-        return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}
+    def top(self) -> int | None:
+        return self.logprobs
 
     @property
     def size(self) -> int:
@@ -306,12 +237,9 @@ class CompletionRequest(BaseRequest):
     def encode(self, model: ServedModel) -> Json:
         tokenizer = model.tokenizer
         bos = tokenizer.get_bos_token_id()
-        prompts, echo_from = [], []
+        prompts = []
         for prompt in cast(list[str | list[int]], self.prompt):
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             check_tokens(tokens, tokenizer, "prompt")
-            added = [] if tokens[:1] == [bos] else [bos]
-            prompts.append(added + tokens)
-            # An added <|bos|> is not repeated.
-            echo_from.append(len(added))
-        return {"prompts": prompts, "echo_from": echo_from if self.echo else []}
+            prompts.append(tokens if tokens[:1] == [bos] else [bos, *tokens])
+        return {"prompts": prompts}

@@ -9,11 +9,10 @@ from starlette.exceptions import HTTPException
 from nanochat.inference.engine import FinishReason
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.files import read_toml
 
 Json = dict[str, Any]
-# Names of OpenAI's interface and of JSON schemas; interface.toml says what each is for.
-TABLES = read_toml("serve/interface.toml")
+# After the name of a path or a parameter.
+NOT_HERE = "is not supported; export the model (python -m scripts.export_hf) and serve it with a server that has it"
 
 
 class ApiError(HTTPException):
@@ -38,7 +37,6 @@ class Chunk:
     tokens: list[int]
     logprobs: Sequence[TokenLogprob] = ()       # none, or one for each token
     finish_reason: FinishReason | None = None
-    is_echo: bool = False           # the tokens repeat the prompt
 
 
 Chunks = AsyncIterator[Chunk]
@@ -51,7 +49,6 @@ class Request:
     sampling: SamplingParams
     n: int = 1
     stop: Sequence[str] = ()
-    echo_from: Sequence[int] = ()           # for each prompt the first token that is repeated; (): no echo
     forgotten: int = 0                      # messages left out to make room for an answer
     received: asyncio.Queue[Chunk | ApiError] = field(default_factory=asyncio.Queue)
     # Takes choices away from the engine.

@@ -9,7 +9,6 @@ from nanochat.data.conversation import text_of
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer, StopStrings, parts_of
 from nanochat.inference.logprobs import TokenLogprob
-from nanochat.serve.functions import read_call
 from nanochat.serve.openai_requests import BaseRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, Request
 from nanochat.serve.served_model import ServedModel
@@ -34,7 +33,6 @@ class Choice:
         self.logprobs: list[PlacedLogprob] = []
         self.held: list[PlacedLogprob] = []         # of tokens whose text has not been shown
         self.begun = False                          # an event has given the message's role
-        self.call: Json | None = None
         self.finish_reason: str | None = None
 
     def add(self, chunk: Chunk) -> tuple[list[Delta], list[PlacedLogprob]]:
@@ -48,8 +46,8 @@ class Choice:
             if chunk.logprobs:
                 self.held.append(PlacedLogprob(chunk.logprobs[number], is_content, self.written))
             self.written += sum(len(delta.text) for delta in new)
-            self.tokens += not chunk.is_echo
-            deltas += new if chunk.is_echo else self.searched(new)
+            self.tokens += 1
+            deltas += self.searched(new)
         if chunk.finish_reason:
             deltas += self.searched(self.detokenizer.end()) + self.stop.end()
         self.finish_reason = "stop" if self.stop.found else chunk.finish_reason
@@ -69,23 +67,17 @@ class Choice:
 class Reply:
     """
     The answer to one request. `add` takes an engine's chunk; `whole` is the response so far, `events` a stream. This
-    class is the reply to a completion; other interfaces override how a choice looks: `delta` in an event, `message` in
-    the whole response, `show` its log-probabilities.
+    class is the reply to a completion; ChatReply overrides how a choice looks: `delta` in an event, `message` in the
+    whole response, `show` its log-probabilities.
     """
     kind = chunk_kind = "text_completion"
 
     def __init__(self, asked: BaseRequest, model: ServedModel, request: Request):
         self.asked, self.model, self.request = asked, model, request
-        self.id = uuid.uuid4().hex
-        self.head = {"id": self.id, "created": int(time.time()), "model": asked.model}
+        self.head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model.id}
         if request.forgotten:
             self.head["forgotten"] = request.forgotten
-        self.prompt_tokens = sum(map(len, request.prompts))
         self.choices = [Choice(index, model.tokenizer, request.stop) for index in range(request.size)]
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(choice.tokens for choice in self.choices)
 
     def add(self, chunk: Chunk) -> tuple[Choice, Json, list[PlacedLogprob]]:
         """Take in the chunk; returns its choice and the content of an event, with the new text."""
@@ -130,9 +122,7 @@ class Reply:
             token, value, top = one.logprob
             name = self.token_text(token)
             tops = {self.token_text(other): logprob for other, logprob in top}
-            # Nothing predicts the very first token: its value and its alternatives are None.
-            alternatives = None if value is None else tops | {name: value}
-            for key, entry in zip(shown, (name, value, alternatives, one.offset)):
+            for key, entry in zip(shown, (name, value, tops | {name: value}, one.offset)):
                 shown[key].append(entry)
         return shown
 
@@ -158,10 +148,9 @@ class Reply:
             yield sse(error.body())
 
     def usage(self) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
+        read = sum(map(len, self.request.prompts))
+        written = sum(choice.tokens for choice in self.choices)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def sse(data: Json) -> bytes:
@@ -179,19 +168,10 @@ class ChatReply(Reply):
         if not choice.begun:
             choice.begun = True
             delta = {"role": "assistant", "content": ""} | delta
-        if choice.finish_reason and choice.parts and choice.parts[-1]["type"] == "python":
-            choice.call = read_call(choice.parts[-1]["text"], self.asked.functions)
-        if choice.call:
-            choice.finish_reason = "tool_calls"
-            delta["tool_calls"] = [{"index": 0} | choice.call]
         return {"delta": delta}
 
     def message(self, choice: Choice) -> Json:
-        text = text_of(choice.parts)
-        message = {"role": "assistant", "content": text, "parts": choice.parts}
-        if choice.call:
-            message |= {"content": text or None, "tool_calls": [choice.call]}
-        return {"message": message}
+        return {"message": {"role": "assistant", "content": text_of(choice.parts), "parts": choice.parts}}
 
     def show(self, placed: Sequence[PlacedLogprob]) -> Json:
         """
@@ -206,6 +186,6 @@ class ChatReply(Reply):
             shown["content" if one.is_content else "others"].append(entry)
         return shown
 
-    def named(self, token: int, logprob: float | None) -> Json:
+    def named(self, token: int, logprob: float) -> Json:
         data = self.model.tokenizer.decode_bytes([token])
         return {"token": self.token_text(token), "logprob": logprob, "bytes": [*data]}

@@ -19,7 +19,6 @@ from functools import partial
 
 from nanochat.inference.engine import Answer, Engine
 from nanochat.runtime.console import log_error
-from nanochat.runtime.errors import UserError
 from nanochat.serve.protocol import ApiError, Chunk, Request
 
 # Seconds. 25 chunks per second look like writing, at a fraction of the cost of 400.
@@ -155,9 +154,6 @@ class ServedModel:
     def fail(self, request: Request, error: Exception) -> None:
         """End this request. If the device is lost, the engine ends, too."""
         self.drop(request, range(request.size))
-        if isinstance(error, UserError):
-            self.send([(request, ApiError(400, str(error)))])
-            return
         log_error("a request failed", error)
         self.send([(request, ApiError(500, "the model could not answer this request"))])
         # Raises after an error that a GPU does not recover from.
@@ -168,16 +164,8 @@ class ServedModel:
         news: list[tuple[Request, Chunk | ApiError]] = []
         for answer, place in list(self.answers.items()):
             request, index, sent = place.request, place.index, place.sent
-            if answer.error:
-                self.fail(request, answer.error)
-            is_new = len(answer.tokens) > sent or answer.finish_reason
-            # An answer is missing if another one to the same request has failed.
-            if answer not in self.answers or not is_new:
+            if len(answer.tokens) == sent and not answer.finish_reason:
                 continue
-            if request.echo_from and not sent:
-                start = request.echo_from[index // request.n]
-                logprobs = [] if request.sampling.logprobs is None else answer.prompt_logprobs[start:]
-                news.append((request, Chunk(index, answer.prompt[start:], logprobs, is_echo=True)))
             chunk = Chunk(index, answer.tokens[sent:], answer.logprobs[sent:], answer.finish_reason)
             news.append((request, chunk))
             place.sent = len(answer.tokens)

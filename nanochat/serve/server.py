@@ -1,44 +1,20 @@
 """The web server itself, uvicorn, with a shutdown that lets answers end first. Against floods put a proxy in front."""
 import asyncio
+import logging
 import signal
 import socket
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanochat.serve.served_model import ServedModel
 
 # Seconds after SIGTERM for answers to end, and then for clients to read the error that ends the others.
 DRAIN_SECONDS = 5
 CUT_SECONDS = 2
-# Seconds between the tests whether a client that has stopped sending is still there.
-PROBE_SECONDS = 1
 # Each connection is an open file, and many systems allow a process 1,024 of them.
 MAX_CONNECTIONS = 512
-
-
-class HalfClosedProtocol(H11Protocol):
-    """A client that closes its sending side after its request still gets its answer."""
-
-    def eof_received(self) -> bool:
-        """Whether the connection stays open."""
-        waits = bool(self.cycle and not self.cycle.more_body and not self.cycle.response_complete)
-        if waits:
-            self.cycle.keep_alive = False
-            self.loop.call_later(PROBE_SECONDS, self.probe)
-        return waits
-
-    def probe(self) -> None:
-        """
-        TCP does not tell a closed sending side from a client that has gone, but the second write to one that has gone
-        fails. Before the response HTTP/1.1 allows interim responses, which clients ignore.
-        """
-        waits = not self.cycle.response_started and not self.transport.is_closing()
-        if waits and self.conn.their_http_version == b"1.1":
-            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
-            self.loop.call_later(PROBE_SECONDS, self.probe)
 
 
 class Server(uvicorn.Server):
@@ -47,7 +23,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, models: list[ServedModel]):
         super().__init__(uvicorn.Config(
             app,
-            http=HalfClosedProtocol,
+            http="h11",
             ws="none",
             limit_concurrency=MAX_CONNECTIONS,
             access_log=False,
@@ -56,9 +32,10 @@ class Server(uvicorn.Server):
                 ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
                 ("Cache-Control", "no-store")],
             proxy_headers=False,
-            # A client could fill the log with warnings about malformed requests.
             log_level="error",
         ))
+        # Clients could fill the log: uvicorn warns of malformed requests, asyncio of each write to a lost connection.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         self.models, self.hurries = models, False
 
     async def on_tick(self, counter: int) -> bool:
