@@ -140,7 +140,7 @@ def answered(
     script = list(drawn)
 
     def draw(logits, samplers, *others):
-        limits, wanted = samplers[0].limits, script.pop(0) if script else END
+        limits, wanted = samplers[0].copying, script.pop(0) if script else END
         banned = samplers[0].added.get(wanted) == -math.inf
         return [END if banned else wanted if limits is None or limits.allows(wanted) else limits.allowed[0]]
 
