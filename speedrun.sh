@@ -38,6 +38,7 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
     NANOCHAT_BASE_DIR=$(mktemp -d); exec 3>&1 >"$NANOCHAT_BASE_DIR/plan"
     trap 'cat "$NANOCHAT_BASE_DIR/plan" >&3 || :; rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
 once() { python -m scripts.once ${plan:+--show} "$@"; }  # not again what is done; a plan only shows it
+export CHAIN=$(mktemp)  # the sum of the commands so far: from the first changed line on all run again
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus$plan" != 0 ] || [ -z "$choose$wandb" ] || {
     echo "error:$choose${wandb:+ $wandb}: there is no GPU here; --plan=1,H100 shows what one would do" >&2; exit 2; }
