@@ -51,8 +51,8 @@ def own_files(command: list[str]) -> list[tuple[str, int, int]]:
     found = []
     for word in command:
         for place in filter(None, map(str.strip, [word.partition("=")[2], *re.split(r"[=:,+*[]", word)])):
-            path = Path(place).expanduser()
-            # os.path: Path.is_dir raises an error for a long text.
+            path = Path(os.path.expanduser(place))
+            # os.path, because Path would raise errors for long texts and unknown users.
             for file in sorted(path.rglob("*")) if os.path.isdir(path) else [path]:
                 if os.path.isfile(file) and not any(part.startswith(".") for part in file.relative_to(path).parts):
                     found.append((str(file), file.stat().st_size, file.stat().st_mtime_ns))
