@@ -13,6 +13,7 @@ import varlen_on_cpu  # noqa: F401
 from conftest import ALL_PIECES
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.harness import draw_weights
 from nanochat.data.batch_shape import document_offsets
 from nanochat.data.padding import padded_length
 from nanochat.model.attention import (
@@ -390,7 +391,7 @@ def test_fine_tuning_compiles_few_graphs_on_a_gpu(monkeypatch):
     pieces = architecture("modern", depth=12)
     config = GPTConfig(2048, 70, n_layer=6, n_embd=32, n_head=4, n_kv_head=4, **pieces, document_token=3)
     model, counter = GPT(config), CompileCounter()
-    model.init_weights(0)
+    draw_weights(model)
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr("nanochat.model.gpt.has_varlen", lambda *_: True)
     monkeypatch.setattr("nanochat.runtime.compiling.with_compiler", lambda function, dynamic=False: function)

@@ -375,12 +375,6 @@ class GPT(nn.Module):
         # Of those in `estimate_flops`, what `forward` has left out since this was last set to 0.
         self.flops_left_out = 0
 
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Draw all weights in place."""
-        for name, p in self.named_parameters():
-            p.copy_(self.draw(name, seed))
-
     def draw(self, name: str, seed: int) -> Tensor:
         """
         A parameter's initial weights, float32 on the CPU, from its own generator (seed, name): they do not depend on
