@@ -231,7 +231,7 @@ def test_a_gpu_kernel_is_used_only_after_right_numbers(faults, chosen, group, mo
         match faults.get(active[-1]):
             case "refuses":
                 raise RuntimeError("no kernel for this GPU")
-            case "nan" if window > 80:
+            case "nan":
                 k = k + 0 * (0 * k).sqrt()
             case "wide":
                 window += 1
