@@ -372,8 +372,6 @@ class GPT(nn.Module):
         self.lm_head = Head(config)
         # True: recompute each block in the backward pass.
         self.activation_checkpointing = False
-        # Of those in `estimate_flops`, what `forward` has left out since this was last set to 0.
-        self.flops_left_out = 0
 
     def draw(self, name: str, seed: int) -> Tensor:
         """
@@ -494,10 +492,6 @@ class GPT(nn.Module):
             if 1 < counts.sum() < counts.numel():
                 loss_positions = counts.flatten().nonzero()[:, 0]
                 targets, weights = (t if t is None else t.flatten()[loss_positions] for t in (targets, weights))
-                width = self.config.n_embd
-                # Attention's output (width²), the MLP (8 width²) and the head, forward and backward.
-                flops = 6 * width * (9 * width + self.config.padded_vocab_size)
-                self.flops_left_out += flops * (counts.numel() - len(loss_positions))
         return self.lm_head(self.hidden(tokens, cu_seqlens, loss_positions), targets, weights, reduction)
 
     def cu_seqlens_of(self, tokens: Tensor) -> Tensor:

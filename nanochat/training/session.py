@@ -94,9 +94,7 @@ class Session:
         After an update: log the step and increment `step`. lrm and tokens: see `Metrics.log_step`. Reads the previous
         step's numbers: the one place where the host waits for a GPU.
         """
-        model = self.sharding.model
-        self.metrics.log_step(self.step, stats.values, lrm, tokens, model.flops_left_out)
-        model.flops_left_out = 0
+        self.metrics.log_step(self.step, stats.values, lrm, tokens)
         # All ranks have compiled: shorter timeouts from here.
         if self.step == self.first_step:
             after_first_step(*self.sharding.groups.values())
