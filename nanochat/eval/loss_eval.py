@@ -1,4 +1,4 @@
-"""How well a model predicts text: bits per byte, a loss that does not depend on the tokenizer, and exact answers."""
+"""How well a model predicts text: bits per byte, a loss that does not depend on the tokenizer, and scores of rows."""
 import itertools
 import math
 from collections.abc import Iterable
@@ -60,41 +60,6 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | No
     target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
     losses = model(inputs, targets, reduction="none", cu_seqlens=cu_seqlens) * (target_bytes > 0)  # (B, T)
     return torch.stack([losses.sum(dtype=sum_dtype(inputs.device)), target_bytes.sum()])
-
-
-def evaluate_documents(
-    model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
-) -> float:
-    """
-    Bits per byte of whole documents, in windows: a row is <|bos|> and the next sequence_len tokens, so every token
-    is a target exactly once. documents: token ids that begin with <|bos|>, the same on every rank. COLLECTIVE.
-    """
-    device = next(model.parameters()).device
-    length = model.config.sequence_len
-    rows = []
-    for bos, *tokens in documents:
-        for start in range(0, len(tokens), length):
-            rows.append(target_row([bos, *tokens[start : start + length]], 1))
-    rank, world_size = rank_and_size()
-    batches = group_by_length(rows, tokens_per_forward)[rank::world_size]
-    whole = ((*collate(rows, indices, device), None) for indices in batches)
-    return evaluate_bpb(model, whole, len(batches), token_bytes)
-
-
-@torch.no_grad()
-def greedy_completes(
-    model, tokenizer: Tokenizer, pairs: list[tuple[str, str]], tokens_per_forward: int
-) -> list[bool]:
-    """
-    Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch is enough: greedy
-    decoding gives the expected tokens if and only if each is the most likely one after those before it. A text that
-    does not fit into a row of the model is not completed. COLLECTIVE.
-    """
-    prompts = tokenizer.encode([prompt for prompt, _ in pairs], prepend="<|bos|>")
-    texts = tokenizer.encode([prompt + completion for prompt, completion in pairs], prepend="<|bos|>")
-    rows = [target_row(text, len(prompt)) for prompt, text in zip(prompts, texts)]
-    wrong = score_rows(model, rows, tokens_per_forward, greedily=True)
-    return [count == 0 and len(text) <= model.config.sequence_len + 1 for count, text in zip(wrong, texts)]
 
 
 def score_rows(model, rows: list[Row], tokens_per_forward: int, greedily: bool) -> list[float]:
