@@ -10,10 +10,12 @@ from nanochat.optim.recipe import (
     choose_batch_size,
     choose_recipe,
     decay_scale,
+    later_recipe,
     rate_scale,
     rows_at_a_time,
 )
 from nanochat.optim.schedule import (
+    Rates,
     ahead_multiplier,
     decay_multiplier,
     lr_multiplier,
@@ -33,10 +35,10 @@ def test_learning_rate():
 
 
 def test_momentum():
-    assert [muon_momentum(step) for step in (0, 150, 10**6)] == pytest.approx([0.85, 0.9, 0.95])
+    assert [muon_momentum(step, 1.0, 0.95, 0.95, 300) for step in (0, 150, 10**6)] == pytest.approx([0.85, 0.9, 0.95])
     for step, left, momentum in ((0, 1, 0.85), (600, 1, 0.97), (800, 0.5, 0.935), (1100, 0, 0.9)):
         assert warmdown_left(step, 1000, 0.4) == pytest.approx(left)
-        assert muon_momentum(step, left, 0.97, 0.9) == pytest.approx(momentum)
+        assert muon_momentum(step, left, 0.97, 0.9, 300) == pytest.approx(momentum)
     assert muon_momentum(100, 1.0, 0.97, 0.9, 400) == pytest.approx(0.88)
 
 
@@ -46,12 +48,23 @@ def test_weight_decay_and_ema_nesterov():
 
 
 def test_rates_of_each_optimizer():
-    groups = {kind: {"initial_lr": 2.0, "initial_weight_decay": 0.2} for kind in ("muon", "adamw", "look_ahead")}
+    groups = {kind: {"initial_lr": 2.0, "initial_weight_decay": 0.2} for kind in ("muon", "adamw", "ema_nesterov")}
     optimizers = [SimpleNamespace(kind=kind, param_groups=[group]) for kind, group in groups.items()]
-    for adamw_lrm, adamw_lr in ((0.25, 0.5), (0.0, 0), (None, 1)):
-        set_rates(optimizers, 0.5, 0.9, adamw_lrm, decay=0.1, ahead=0.3)
-        assert [group["lr"] for group in groups.values()] == [1, adamw_lr, 0.6]
-        assert groups["muon"]["momentum"] == 0.9 and groups["muon"]["weight_decay"] == pytest.approx(0.02)
+    rates = Rates(lrm=0.5, adamw_lrm=0.25, momentum=0.9, decay=0.1, ahead=0.3)
+    set_rates(optimizers, rates)
+    assert [group["lr"] for group in groups.values()] == [1, 0.5, 0.6]
+    assert groups["muon"]["momentum"] == 0.9 and groups["muon"]["weight_decay"] == pytest.approx(0.02)
+    assert rates.times(0.5) == (0.25, 0.125, 0.9, 0.1, 0.3)
+
+
+def test_a_recipe_has_the_rates_of_each_step():
+    """By hand: the beginning, the middle, and a quarter before the end of Muon's warmdown."""
+    recipe = Recipe(muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=100, warmup_steps=10,
+                    warmdown_ratio=0.8, adamw_warmdown_ratio=0.4, final_lr_frac=0.2)
+    for step, rates in {0: (0.1, 0.1, 0.85, 1, 0), 200: (1, 1, 0.97, 0.9045, 1),
+                        800: (0.4, 0.6, 0.9175, 0.0955, 0)}.items():
+        assert recipe.at(step, 1000) == pytest.approx(rates, abs=1e-4)
+    assert later_recipe(0.5, 4).at(750, 1000)[:3] == (0.5, 0.5, 0.95)
 
 
 def test_recipe_follows_the_length_of_the_run_and_stays_when_it_is_resumed():

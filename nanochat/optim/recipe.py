@@ -7,6 +7,14 @@ from typing import NamedTuple
 
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import LARGE_DEPTH
+from nanochat.optim.schedule import (
+    Rates,
+    ahead_multiplier,
+    decay_multiplier,
+    lr_multiplier,
+    muon_momentum,
+    warmdown_left,
+)
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 
@@ -40,6 +48,16 @@ class Recipe(NamedTuple):
     ema_nesterov: float = 0.0           # in mid-run, each step adds this factor times the mean update; 0: none
     final_average: float = 0.0          # share of EMA-Nesterov's average in the weights after the last step
 
+    def at(self, step: int, num_iterations: int) -> Rates:
+        """The rates of a step."""
+        left = warmdown_left(step, num_iterations, self.warmdown_ratio)
+        lrm, adamw_lrm = (
+            lr_multiplier(step, num_iterations, warmdown_ratio, self.warmup_steps, self.final_lr_frac)
+            for warmdown_ratio in (self.warmdown_ratio, self.adamw_warmdown_ratio))
+        momentum = muon_momentum(step, left, self.muon_momentum, self.final_muon_momentum, self.momentum_steps)
+        return Rates(lrm, adamw_lrm, momentum, decay_multiplier(step, num_iterations),
+                     ahead=lrm * ahead_multiplier(step, num_iterations))
+
 
 # A long run of a large model has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 is for 0.88 billion tokens; at
 # REFERENCE_TOKENS 0.205 is as strong. Other runs have values tuned on a CPU: in fewer than about 1,000 steps the
@@ -49,6 +67,11 @@ LONG_RUN = Recipe(
     embedding_lr=0.3, unembedding_lr=0.008, muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=400,
     weight_decay=0.205, warmup_steps=40, warmdown_ratio=0.65, adamw_warmdown_ratio=0.65, final_lr_frac=0.05,
     ema_nesterov=0.3, final_average=0.5)
+
+
+def later_recipe(warmdown_ratio: float, warmup_steps: int = 0) -> Recipe:
+    """Of the stages after pretraining: one warmdown for all rates, which are settings of their scripts."""
+    return Recipe(warmdown_ratio=warmdown_ratio, adamw_warmdown_ratio=warmdown_ratio, warmup_steps=warmup_steps)
 
 
 def choose_recipe(settings: dict, depth: int, num_iterations: int, before: dict | None = None) -> Recipe:
@@ -141,11 +164,11 @@ def decay_scale(lr_scale: float, num_iterations: int) -> float:
     return REFERENCE_TOKENS / REFERENCE_BATCH / (lr_scale * num_iterations)
 
 
-def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> int:
+def choose_batch_size(num_iterations: int, horizon: float, tokens_at_once: int) -> int:
     """
     Tokens per optimizer step for a horizon in steps or, if that is not positive, in tokens: the power of two nearest to
-    the rule above, at most LARGEST_BATCH, but at least one micro-batch on every rank (rows_unit tokens) and a multiple
-    of it.
+    the rule above, at most LARGEST_BATCH, but at least one micro-batch on every rank (tokens_at_once) and a multiple of
+    it.
     """
     # Tokens are steps · batch: solve batch = reference · (steps · batch / reference tokens)^e for batch.
     if num_iterations > 0:
@@ -153,7 +176,7 @@ def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> in
     else:
         batch = REFERENCE_BATCH * (max(horizon, 1) / REFERENCE_TOKENS) ** BATCH_EXPONENT
     batch = min(2 ** round(math.log2(batch)), LARGEST_BATCH)
-    return max(round(batch / rows_unit), 1) * rows_unit
+    return max(round(batch / tokens_at_once), 1) * tokens_at_once
 
 
 # ---- Micro-steps

@@ -1,5 +1,6 @@
-"""Learning rate, momentum and weight decay of a step, as a training loop calls them; pure functions of the settings."""
+"""Learning rate, momentum and weight decay of a step: pure functions of the settings; `set_rates` applies them."""
 import math
+from typing import NamedTuple
 
 # The largest share of a run that may be warmup: a short run is not all warmup.
 LONGEST_WARMUP = 0.1
@@ -22,9 +23,7 @@ def lr_multiplier(
     return min(rise, fall, 1.0)
 
 
-def muon_momentum(
-    step: int, left: float = 1.0, peak: float = 0.95, final: float = 0.95, rise_steps: int = 300
-) -> float:
+def muon_momentum(step: int, left: float, peak: float, final: float, rise_steps: int) -> float:
     """
     Muon's momentum rises from 0.85 to the peak over rise_steps: early gradients turn too fast to be averaged for long.
     In the warmdown it falls to `final`: late steps are small beside the average. left: see warmdown_left.
@@ -48,20 +47,29 @@ def ahead_multiplier(step: int, num_iterations: int) -> float:
     return float(0.15 <= step / num_iterations < 0.75)
 
 
-def set_rates(
-    optimizers, lrm: float, momentum: float, adamw_lrm: float | None = None, decay: float = 1.0, ahead: float = 0.0
-) -> None:
-    """
-    Set every group's rates for a step. lrm, adamw_lrm (None: lrm), ahead: multiples of the initial rates of Muon, AdamW
-    and EMA-Nesterov. decay: of Muon's initial weight decay.
-    """
-    multipliers = {"muon": lrm, "adamw": lrm if adamw_lrm is None else adamw_lrm, "look_ahead": ahead}
+class Rates(NamedTuple):
+    """A step's rates: multiples of the initial ones, but for the momentum. `Recipe.at` computes them."""
+
+    lrm: float        # of Muon's learning rate
+    adamw_lrm: float
+    momentum: float   # Muon's
+    decay: float      # of Muon's weight decay
+    ahead: float      # of EMA-Nesterov's distance
+
+    def times(self, factor: float) -> "Rates":
+        """With both learning rates multiplied."""
+        return self._replace(lrm=self.lrm * factor, adamw_lrm=self.adamw_lrm * factor)
+
+
+def set_rates(optimizers, rates: Rates) -> None:
+    """Set every group's rates for a step."""
+    multipliers = {"muon": rates.lrm, "adamw": rates.adamw_lrm, "ema_nesterov": rates.ahead}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multipliers[optimizer.kind]
             if optimizer.kind == "muon":
-                group["momentum"] = momentum
-                group["weight_decay"] = group["initial_weight_decay"] * decay
+                group["momentum"] = rates.momentum
+                group["weight_decay"] = group["initial_weight_decay"] * rates.decay
 
 
 def is_due(step: int, num_iterations: int, every: int) -> bool:
