@@ -259,7 +259,7 @@ while True:
     if recipe.ema_nesterov and step + 1 == num_iterations:
         optimizers[-1].end_run(recipe.final_average, model.roles())
     sharding.all_gather_params()
-    session.end_step(stats, rates.lrm)  # session.step += 1; on a GPU the host reads the numbers of the step before
+    session.end_step(stats, rates.muon)  # session.step += 1; on a GPU the host reads the numbers of the step before
 
 # ---- End
 train_loader.close()

@@ -67,7 +67,7 @@ from nanochat.data.conversation_loader import shuffled
 from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, sample_answers, seed_with
 from nanochat.inference.sampling import SamplingParams
-from nanochat.optim.recipe import later_recipe
+from nanochat.optim.recipe import Recipe
 from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.collectives import all_reduce_sum, gather_objects
 from nanochat.runtime.console import print0
@@ -81,7 +81,7 @@ from nanochat.training.starting import find_start, load_training, require_same_d
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
 start = find_start("rl", source, config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
-recipe = later_recipe(warmdown_ratio)
+recipe = Recipe(warmdown_ratio=warmdown_ratio, adamw_warmdown_ratio=warmdown_ratio)
 
 # ---- Problems: which ones each step takes
 numbers = [number for epoch in range(num_epochs) for number in shuffled(len(problems), seed, epoch)]
@@ -171,12 +171,12 @@ while True:
                                      save=session.saver.time_is_up())
     rewards = rollout_stats(rollouts)
     # Neither optimizer depends on the gradient's scale. Fewer answers make it noisier, so the rate is smaller.
-    rates = recipe.at(step, num_iterations).times(math.sqrt(rewards["rl/trained_on"]))
+    rates = recipe.at(step, num_iterations, scale=math.sqrt(rewards["rl/trained_on"]))
     set_rates(optimizers, rates)
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
-    session.end_step(stats, rates.lrm, step_tokens)
+    session.end_step(stats, rates.muon, step_tokens)
     all_reduce_sum(off)
     rewards["rl/sampler_off"] = float(off[0] / off[1].clamp(min=1))
     metrics.log(step, rewards, f"reward {rewards['rl/reward']:.3f} | {rewards['rl/tokens']:.1f} tokens an answer | "

@@ -61,7 +61,7 @@ from nanochat.data.conversation_loader import RenderedConversations, balance, co
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import sample_answers
-from nanochat.optim.recipe import later_recipe
+from nanochat.optim.recipe import Recipe
 from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
@@ -103,7 +103,7 @@ elif earlier and not task_names(earlier) & task_names(tasks):
     print0(f"none of the model's earlier tasks ({earlier}) is repeated, so it will forget much of them; --replay=1 "
            "mixes in as many earlier conversations")
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
-recipe = later_recipe(warmdown_ratio)
+recipe = Recipe(warmdown_ratio=warmdown_ratio, adamw_warmdown_ratio=warmdown_ratio)
 
 # ---- Data: a row is one padded conversation, or several if the model keeps documents apart. Only what the assistant
 # writes is learned. Every rank knows all rows, so every rank knows where the run ends
@@ -172,7 +172,7 @@ while True:
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
-    session.end_step(stats, rates.lrm, step_tokens)
+    session.end_step(stats, rates.muon, step_tokens)
 
 # ---- End
 session.end()

@@ -57,7 +57,7 @@ from nanochat.data.batch_shape import BatchShape, chunks
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, pack, shuffled
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import sample_answers
-from nanochat.optim.recipe import later_recipe
+from nanochat.optim.recipe import Recipe
 from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.distributed import set_up
 from nanochat.training.session import Session
@@ -69,7 +69,8 @@ start = find_start("mid", "base", config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 max_seq_len = row_length(max_seq_len, start.meta)
 # AdamW restarts: without a warmup its first step would move a stream's scale by 0.4
-recipe = later_recipe(warmdown_ratio, warmup_steps=40 if model.config.stream_scales else 0)
+recipe = Recipe(warmdown_ratio=warmdown_ratio, adamw_warmdown_ratio=warmdown_ratio,
+                warmup_steps=40 if model.config.stream_scales else 0)
 
 # ---- Data: rows are packed with whole conversations; longer ones are split. Only what the assistant writes is learned.
 # Every rank packs all rows, so every rank knows where the run ends
@@ -137,7 +138,7 @@ while True:
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
-    session.end_step(stats, rates.lrm)
+    session.end_step(stats, rates.muon)
 
 # ---- End
 session.end()

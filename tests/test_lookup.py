@@ -14,7 +14,7 @@ from nanochat.inference.retrieval import Library
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_task, never_looks_up
 from nanochat.tasks.lookup import what_is_asked
-from nanochat.tasks.python_questions import documented, side_of_name
+from nanochat.tasks.python_questions import documented, split_of_name
 
 SPECS = ("lookup", "lookup:true", "lookup:unknown", "search", "search:true", "search:unknown")
 CALL = re.compile(r'(lookup|search)\("( ?)([^"]+)"\)')
@@ -76,7 +76,7 @@ def test_held_out_objects():
         for conversation in make_task(spec, "train")[:5000]:
             for question, tool, asked, found, _ in exchanges(conversation):
                 if tool == "lookup":
-                    assert side_of_name(asked) == "train" and not dotted & set(re.split(r"[\s?\"`()]+", question))
+                    assert split_of_name(asked) == "train" and not dotted & set(re.split(r"[\s?\"`()]+", question))
                 assert not any(found.startswith(text) for text in only_there), found
                 asked_for.add(asked)
     assert len(asked_for) > 6_000

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader, validation_rows
-from nanochat.data.padding import Row, padded_batch
+from nanochat.data.padding import WeightedTokens, padded_batch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import all_reduce_sum, from_rank0, rank_and_size
 from nanochat.runtime.console import print0
@@ -62,7 +62,7 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | No
     return torch.stack([losses.sum(dtype=sum_dtype(inputs.device)), target_bytes.sum()])
 
 
-def score_rows(model, rows: list[Row], tokens_per_forward: int, greedily: bool) -> list[float]:
+def score_rows(model, rows: list[WeightedTokens], tokens_per_forward: int, greedily: bool) -> list[float]:
     """
     For each row the mean loss of its targets, in nats; or, greedily, how many of its targets are not the most likely
     token. COLLECTIVE: each rank has its own rows, but with sharded parameters every forward pass is a collective.
@@ -95,12 +95,12 @@ def score_rows(model, rows: list[Row], tokens_per_forward: int, greedily: bool) 
 # ---- Rows of any length in padded batches
 
 
-def target_row(tokens: list[int], start: int) -> Row:
+def target_row(tokens: list[int], start: int) -> WeightedTokens:
     """A row whose targets are the tokens from `start` on."""
     return tokens, [0.0] * start + [1.0] * (len(tokens) - start)
 
 
-def group_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]:
+def group_by_length(rows: list[WeightedTokens], tokens_per_forward: int) -> list[list[int]]:
     """
     The rows' indices in batches of similar lengths: rows times length, padding included, is at most
     tokens_per_forward. A longer row is a batch of its own.
@@ -115,7 +115,7 @@ def group_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]
     return batches
 
 
-def collate(rows: list[Row], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def collate(rows: list[WeightedTokens], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """
     inputs and targets of the rows with these indices, (B, T): T + 1 is the longest row's length; positions without a
     target have −1. Without indices there is one row of zeros, so a forward pass has something to compute.

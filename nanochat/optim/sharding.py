@@ -269,11 +269,8 @@ class Sharding(ABC):
         # Each replica counts the same gradient.
         squared = squared / self.replicas
 
-        # Filled on the device: copying a number there would wait for the whole backward pass.
-        if isinstance(weight, Tensor):
-            weight = weight.to(exact)
-        else:
-            weight = squared.new_full((), weight)
+        # Added on the device: copying a number there would wait for the whole backward pass.
+        weight = torch.zeros_like(squared) + weight
         sums = torch.stack([loss.detach().to(exact), weight, squared])
         # Any NaN or Inf in the gradient makes its norm non-finite.
         bad = (~sums.isfinite().all()).to(exact)

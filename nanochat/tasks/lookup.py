@@ -32,7 +32,7 @@ from nanochat.inference.retrieval import passage_of
 from nanochat.inference.tools import NOTHING, REFUSAL, open_tools, refusal
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of
-from nanochat.tasks.python_questions import documentation_words, documented, side_of_name
+from nanochat.tasks.python_questions import documentation_words, documented, split_of_name
 from nanochat.tasks.spellingbee import spelled_words
 from nanochat.tasks.world_questions import GREETINGS
 
@@ -226,7 +226,7 @@ def draw_name(rng: StableRandom, split: str) -> str:
         return draw_word(rng, "n")
     while True:
         name = draw_line(rng, "names")
-        if side_of_name(name) == split:
+        if split_of_name(name) == split:
             return name
 
 

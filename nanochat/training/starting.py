@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.data.conversation_loader import RenderedConversations, Rows
+from nanochat.data.conversation_loader import PackedRows, RenderedConversations
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT, parameter_shapes
 from nanochat.model.gpt_config import GPTConfig, parse_architecture
@@ -169,7 +169,7 @@ def row_length(max_seq_len: int, meta: dict) -> int:
 
 
 def plan_steps(
-    start: Start, settings: dict, conversations: RenderedConversations, steps: list[Rows], per_step: int,
+    start: Start, settings: dict, conversations: RenderedConversations, steps: list[PackedRows], per_step: int,
     max_seq_len: int,
 ) -> tuple[int, dict]:
     """
