@@ -22,7 +22,8 @@ def test_learning_rate():
     assert lrm[0] == pytest.approx(0.1) and lrm[9] == 1 and lrm[60] == 1
     assert lrm[80] == pytest.approx(0.05 + 0.95 / 2) and lrm[99] == pytest.approx(0.05 + 0.95 / 40)
     assert lrm[100:] == [0.05] * 30, "past the end it stays, it does not turn negative"
-    assert [lr_multiplier(step, 40, 0.4, 40, 0.0) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1], "a short run's warmup"
+    short = [lr_multiplier(step, 40, 0.4, 40, 0.0) for step in range(5)]
+    assert short == [0.25, 0.5, 0.75, 1, 1], "a short run's warmup"
 
 
 def test_momentum_weight_decay_and_ema_nesterov():
