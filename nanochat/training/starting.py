@@ -31,7 +31,11 @@ from nanochat.training.resharding import load_training_state, stored_weights
 
 
 class Start(NamedTuple):
-    """Where a run begins."""
+    """
+    Where a run begins. Words: the *source* is the stage of another model, whose weights a new run begins with
+    (base_train's setting begin_from names that model); the *origin* is the checkpoint of it that was taken, as the
+    run's own checkpoints remember it.
+    """
 
     checkpoints: Path       # the folder of its checkpoints
     weights: Path | None    # the checkpoint to load: of another model, or of an interrupted run; None: they are drawn
