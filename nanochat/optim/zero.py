@@ -76,11 +76,13 @@ class Bucket:
     views into it. `flat` is cut into N equal parts. A rank keeps the masters and the summed gradients of its own part.
     With three parameters and N = 2:
 
-        params  | c_fc (view)              | c_q (view)    | scale |
-        flat    [ . . . . . . . . . . . . . . . . . . . . . . . . . padding ]
-        parts   [ rank 0: part_size            | rank 1: part_size          ]   all-gathered from the masters
-        shards  | c_fc                     |c_q| c_q       | scale |            c_q: a shard on each of the two ranks
-        master  [ part_size, float32 ]  of this rank, and `grad` of the same size. In float32 a view into `flat`
+        params  | c_fc                        | c_q             | scale |  views into flat; the largest comes first
+        flat    | c_fc                        | c_q             | scale | padding |
+        parts   | rank 0: part_size elements     | rank 1                         |
+        shards  | c_fc                        |  | c_q          | scale |  c_q is cut: ranks 0 and 1 keep one shard each
+
+    Rank 1 keeps `master` and `grad`, each float32 of part_size, for its shards of c_q and scale. In float32 the master
+    is that part of `flat` itself. After an update the parts are all-gathered.
     """
 
     def __init__(
