@@ -39,6 +39,7 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
     NANOCHAT_BASE_DIR=$(mktemp -d); exec 3>&1 >"$NANOCHAT_BASE_DIR/plan"
     trap 'cat "$NANOCHAT_BASE_DIR/plan" >&3 || :; rm -r "$NANOCHAT_BASE_DIR"' EXIT; }
 once() { python -m scripts.once ${plan:+--show} "$@"; }  # not again what is done; a plan only shows it
+export CHAIN=$(mktemp)  # the sum of the commands so far: from the first changed line on all run again
 gpus=$plan; [ -n "$plan" ] || gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus" != 0 ] || [ -z "$choose$wandb" ] || {
     echo "error:$choose${wandb:+ $wandb}: there is no GPU here; --plan=1,H100 shows what one would do" >&2; exit 2; }
@@ -70,7 +71,7 @@ judge=($run scripts.chat_eval --model_tag=$tag --max_problems=-1 --tasks="arc:AR
 once $run scripts.mid_train $go --device_batch_size=$ROWS --total_batch_size=524288 \
     --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 --save_every=200 \
     --tasks="smoltalk, mmlu*3, gsm8k*4, words:climbmix*3, spellingbee[:20000], tinyworld:identity,
-        after:lookup+tinyworld:identity[:1000], after:lookup+gsm8k[:2000], lookup, tokens:climbmix,
+        after:lookup+tinyworld:identity[:1000], after:lookup+gsm8k[:2000], lookup,
         lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
 once "${judge[@]}" --source=mid
 # Supervised fine-tuning: few, good conversations, each in a row of its own as in a chat.

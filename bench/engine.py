@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench.harness import random_tokens
+from bench.harness import draw_weights, random_tokens
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
@@ -37,7 +37,7 @@ from nanochat.runtime.distributed import compute_init
 # Only its size matters: no text is made.
 tokenizer = Tokenizer([bytes(divmod(i, 256)) for i in range(vocab_size - 256 - len(SPECIAL_TOKENS))])
 model = GPT(config_from_depth(depth, vocab_size, 512, arch=arch)).to(device)
-model.init_weights(0)
+draw_weights(model)
 prompts = random_tokens(256, batch_size, 16).tolist()
 greedy = SamplingParams(new_tokens, temperature=0, stop=())
 

@@ -50,14 +50,7 @@ from nanochat.model.compile import compile_model
 from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt_config import LARGE, GPTConfig, config_from_depth
 from nanochat.optim.recipe import LONG_RUN
-from nanochat.optim.schedule import (
-    ahead_multiplier,
-    decay_multiplier,
-    lr_multiplier,
-    muon_momentum,
-    set_rates,
-    warmdown_left,
-)
+from nanochat.optim.schedule import set_rates
 from nanochat.plan.memory import GIB, step_bytes
 from nanochat.plan.step_time import step_time
 from nanochat.plan.step_trial import set_up_training, train_step
@@ -164,7 +157,7 @@ def read(arm: Arm, device: torch.device) -> Generator[Batch]:
 
 def train(arm: Arm) -> None:
     """Train as a long run of a large model would, on real text, with the rates of scripts/base_train.py."""
-    recipe = LONG_RUN  # its AdamW has Muon's warmdown
+    recipe = LONG_RUN
     steps = arm.steps
     model, sharding, optimizers = set_up_training(config_of(arm), dtype, device, recipe=recipe)
     if arm.fp8:
@@ -176,11 +169,7 @@ def train(arm: Arm) -> None:
     times: list[float] = []      # seconds of a step
     began = time.perf_counter()
     for step in range(steps):
-        lrm = lr_multiplier(step, steps, recipe.warmdown_ratio, recipe.warmup_steps, recipe.final_lr_frac)
-        left = warmdown_left(step, steps, recipe.warmdown_ratio)
-        momentum = muon_momentum(step, left, recipe.muon_momentum, recipe.final_muon_momentum, recipe.momentum_steps)
-        set_rates(optimizers, lrm, momentum, decay=decay_multiplier(step, steps),
-                  ahead=lrm * ahead_multiplier(step, steps))
+        set_rates(optimizers, recipe.at(step, steps))
         train_step(model, sharding, optimizers, [next(loader) for _ in range(arm.micro_steps)])
         if step % block == 0:
             # The device still works on what it was sent; otherwise this would take time, in half of the blocks.

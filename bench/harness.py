@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import start_processes
 
+from nanochat.model.gpt import GPT
 from nanochat.runtime.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -50,6 +51,11 @@ class PageBlock:
 def random_tokens(end: int, *shape: int, seed: int = 0) -> Tensor:
     """Tokens below `end`, always the same for a seed."""
     return torch.randint(end, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_weights(model: GPT, seed: int = 0) -> None:
+    """Draw all weights in place."""
+    model.load_state_dict({name: model.draw(name, seed) for name, _ in model.named_parameters()})
 
 
 @contextlib.contextmanager

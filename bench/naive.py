@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
-from bench.harness import random_tokens
+from bench.harness import draw_weights, random_tokens
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.collectives import gather_objects, rank_and_size
@@ -46,7 +46,7 @@ def batch(step: int, masked: bool) -> tuple[Tensor, Tensor]:
 def train(rank: int, ranks: int, variant: str, kind: str, steps: int = STEPS) -> Tensor:
     """All parameters after the steps, end to end: naive data parallelism, right or wrong in one way."""
     model = GPT(CONFIG)
-    model.init_weights(seed=rank if "own weights" in variant else 0)
+    draw_weights(model, seed=rank if "own weights" in variant else 0)
     params = list(model.parameters())
     make, rate = OPTIMIZERS[kind]
     optimizer = make(params, lr=rate)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from bench.harness import random_tokens
+from bench.harness import draw_weights, random_tokens
 from bench.sent import Sent, sent_bytes
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
@@ -93,7 +93,7 @@ def train(model: GPT, params: list[Tensor], kind: type = torch.optim.AdamW) -> i
 
 def measure(variant: str) -> list[float]:
     model = GPT(CONFIG)
-    model.init_weights(seed=0)
+    draw_weights(model)
     stage3 = Stage3(model, VARIANTS[variant])
     sent = train(model, [unit.own for unit in stage3.units])
     total = UNITS * UNIT

@@ -1,6 +1,6 @@
 # An assistant for a laptop: the embedded world and Python's own documentation, without downloads, in 12
 # minutes on two slow cores. speedrun.sh sources this file if there is no GPU. To paste its commands, begin with
-#     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat; once() { python -m scripts.once "$@"; }
+#     . ./setup.sh; export NANOCHAT_BASE_DIR=~/.cache/nanochat CHAIN=$(mktemp); once() { python -m scripts.once "$@"; }
 DEPTH=${depth:-2}  # 4 with --full
 python -m scripts.plan --depth=$DEPTH --file="$NANOCHAT_BASE_DIR/once/estimate.json"  # how long it takes
 tag=assistant-d$DEPTH

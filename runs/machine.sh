@@ -31,7 +31,7 @@ if [ ! -e "$NANOCHAT_BASE_DIR/tokenizer/$DATA/tokenizer_nanochat.json" ]; then
     python -m scripts.tok_train --data="$DATA" --vocab_size="$([ "$DATA" = tinyworld512 ] && echo 512 || echo 49152)"
 fi
 
-# train TAG --depth=… --setting=value …: validates at the start and end. A finished run with intact files is skipped.
+# train TAG --depth=… --setting=value …: validates at the start and end. A finished run is skipped.
 train() {
     local tag=$1; shift
     if [ "$gpus" -ge 1 ]; then  # up to 16 rows: a step's batch is a multiple of all ranks' rows

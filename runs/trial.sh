@@ -2,7 +2,7 @@
 # anything is downloaded: do the steps compile and fit, and can they be saved? Not again for the same model and GPUs.
 tried=$NANOCHAT_BASE_DIR/rehearsal/tried
 [ "$(cat "$tried" 2>/dev/null)" = "$RANKS $model" ] || (
-    export NANOCHAT_BASE_DIR+=/rehearsal
+    export NANOCHAT_BASE_DIR+=/rehearsal CHAIN=$(mktemp)
     once python -m scripts.dataset --source=python
     once python -m scripts.tok_train --data=python --vocab_size=$VOCAB
     # Two micro-steps: gradients are summed.

@@ -1,5 +1,5 @@
 """
-Evaluate a base model: bits per byte, CORE and samples; on the embedded world also against the corpus's entropy.
+Evaluate a base model: bits per byte, on the embedded world also above the corpus's entropy, CORE and samples.
 
     python -m scripts.base_eval --model_tag=d20
 """
@@ -19,10 +19,10 @@ core_metric_max_per_task = 500  # [-1..] items of each CORE task, whose bundle i
 configure(globals())
 
 from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.tinyworld import entropy_floor, held_out_questions, sample_prompts, validation_documents
+from nanochat.corpus.tinyworld import entropy_floor, sample_prompts
 from nanochat.data.shard_reader import data_shares, main_data
 from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
-from nanochat.eval.loss_eval import evaluate_documents, evaluate_split, greedy_completes, print_samples
+from nanochat.eval.loss_eval import evaluate_split, print_samples
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
@@ -33,7 +33,6 @@ from nanochat.training.run_report import write_section
 _, _, device = compute_init(device_type)
 checkpoint = find_model("base", model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
-token_bytes = tokenizer.token_bytes()
 max_seq_len = model.config.sequence_len
 trained_on = meta.get("data")
 data = data or trained_on
@@ -52,6 +51,11 @@ for data_set in data_shares(data):
         bpb = evaluate_split(model, data_set, split, tokenizer, eval_tokens, device_batch_size, max_seq_len)
         results[f"{title} bits per byte{of}{elsewhere}"] = bpb
         print0(f"{title}{of}: {bpb:.4f} bits per byte")
+    # The embedded world's entropy, which no model can beat on average; None for all other data.
+    if floor := entropy_floor(data_set):
+        excess = f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})"
+        results |= {f"floor{of}{elsewhere}": floor, f"excess over the floor{of}{elsewhere}": excess}
+        print0(f"floor{of}: {floor:.4f}, excess over the floor: {excess}")
 data = main_data(data)
 
 # --- CORE: tasks that any English model can try; guessing scores 0
@@ -69,24 +73,6 @@ elif core_metric_max_per_task:
 # --- samples: greedy continuations of prompts from the data
 rows = [[prompt, cell(text)] for prompt, text in print_samples(model, tokenizer, sample_prompts(data), max_tokens=32)]
 samples = markdown_table(["prompt", "greedy completion"], rows, words=(0, 1))
-
-# --- the embedded world: excess over the entropy of the validation documents, and held-out questions. Documents are
-# read whole, in windows after <|bos|>: a loader would cut some bytes off.
-floor = entropy_floor(data)  # None for all data but the embedded world's
-if floor is not None:
-    documents = tokenizer.encode([document.text for document in validation_documents(data)], prepend="<|bos|>")
-    bpb = evaluate_documents(model, documents, token_bytes, device_batch_size * max_seq_len)
-    pairs = [(question.prompt, f" {question.answer}.") for question in held_out_questions()]
-    answered = greedy_completes(model, tokenizer, pairs, device_batch_size * max_seq_len)
-    world_scores: dict[str, float | str] = {
-        f"bits per byte of validation documents{elsewhere}": bpb,
-        "their floor": floor,
-        "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})",
-        "held-out questions": f"{sum(answered) / len(answered):.1%}",
-    }
-    for what, value in world_scores.items():
-        print0(f"{what}: {cell(value)}")
-    results |= world_scores
 
 write_section("base_eval", "Base model: evaluation", f"Model: {name}.\n\n{samples}", "base", results,
               data=trained_on, model_tag=checkpoint.parent.name)

@@ -79,15 +79,7 @@ from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
 from nanochat.optim.recipe import choose, rows_at_a_time
-from nanochat.optim.schedule import (
-    ahead_multiplier,
-    decay_multiplier,
-    is_due,
-    lr_multiplier,
-    muon_momentum,
-    set_rates,
-    warmdown_left,
-)
+from nanochat.optim.schedule import is_due, set_rates
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
@@ -151,11 +143,12 @@ if device_batch_size == -1:
                                        pipeline_stages)
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len)
 # The share of a step's micro-batches that have rows; the others, if the ranks do not divide the batch, have a loss of 0
-filled = total_batch_size / (grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
+loss_weight = total_batch_size / (
+    grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
-if filled < 1:
-    print0(f"{pipeline.dp_ranks} rank(s) do not divide the batch: {1 - filled:.0%} of their micro-batches are empty")
+if loss_weight < 1:
+    print0(f"{pipeline.dp_ranks} rank(s) do not divide the batch: {1 - loss_weight:.0%} of the micro-batches are empty")
 total_tokens = num_iterations * total_batch_size
 print0(f"run: {num_iterations:,} steps, {total_tokens:,} tokens, {total_tokens * flops_per_token:.2e} FLOPs")
 
@@ -197,7 +190,7 @@ while True:
 
     # --- checkpoint of the parameters before this step, if one is due
     session.save_if_due(data_state=data_state)
-    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
+    if metrics.stop_requested:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
     # --- evaluation of the same parameters
@@ -237,8 +230,8 @@ while True:
     #             float32: r receives the sum of its 1/N over the ranks, adds it to its own sum, and has freed its
     #             whole gradients. At most two units travel at once; the last two go on during the next forward pass. In
     #             the last micro-step replicas all-reduce their sums, unit by unit
-    #   reduce    one all-reduce of six numbers over all ranks: loss, count (`filled`, or 0 without a loss), squared
-    #             norm, three flags: not finite, stop, save. r divides loss and gradients by the summed count and clips
+    #   reduce    one all-reduce of six numbers over all ranks: loss, its weight (0 for ranks without a loss), squared
+    #             norm, three flags: not finite, stop, save. r divides loss and gradients by the summed weight and clips
     #   update    AdamW: r updates its 1/N. Muon: an all-to-all for each shape brings each matrix's momentum to one
     #             rank, which orthogonalizes it; a second one brings the parts back; r updates its 1/N. EMA-Nesterov
     #             (`ahead`), in mid-run: r moves its 1/N further in the mean direction of its moves; after the last
@@ -257,22 +250,16 @@ while True:
         inputs, targets, cu_seqlens, data_state = next(train_loader)  # read ahead by a thread: the host does not wait
 
     # In a pipeline only the last stage has a loss.
-    count = filled if pipeline.is_last else 0.0
-    stats = sharding.reduce_and_clip(step_loss, count, *session.requests(), grad_clip)
-    # This step's rates, as multiples of the initial ones; AdamW may have a warmdown of its own.
-    lrm = lr_multiplier(step, num_iterations, recipe.warmdown_ratio, recipe.warmup_steps, recipe.final_lr_frac)
-    adamw_lrm = lr_multiplier(step, num_iterations, recipe.adamw_warmdown_ratio, recipe.warmup_steps,
-                              recipe.final_lr_frac)
-    left = warmdown_left(step, num_iterations, recipe.warmdown_ratio)
-    momentum = muon_momentum(step, left, recipe.muon_momentum, recipe.final_muon_momentum, recipe.momentum_steps)
-    set_rates(optimizers, lrm, momentum, adamw_lrm, decay=decay_multiplier(step, num_iterations),
-              ahead=lrm * ahead_multiplier(step, num_iterations))
+    stats = sharding.reduce_and_clip(step_loss, loss_weight if pipeline.is_last else 0.0, grad_clip,
+                                     stop=session.stop.asked, save=session.saver.time_is_up())
+    rates = recipe.at(step, num_iterations)  # this step's: warmup, constant, warmdown
+    set_rates(optimizers, rates)
     for optimizer in optimizers:
         optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
     if recipe.ema_nesterov and step + 1 == num_iterations:
         optimizers[-1].end_run(recipe.final_average, model.roles())
     sharding.all_gather_params()
-    session.end_step(stats, lrm)  # session.step += 1; on a GPU the host reads the numbers of the step before
+    session.end_step(stats, rates.muon)  # session.step += 1; on a GPU the host reads the numbers of the step before
 
 # ---- End
 train_loader.close()

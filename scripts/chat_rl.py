@@ -67,7 +67,8 @@ from nanochat.data.conversation_loader import shuffled
 from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, sample_answers, seed_with
 from nanochat.inference.sampling import SamplingParams
-from nanochat.optim.schedule import is_due, lr_multiplier, muon_momentum, set_rates
+from nanochat.optim.recipe import Recipe
+from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.collectives import all_reduce_sum, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
@@ -80,6 +81,7 @@ from nanochat.training.starting import find_start, load_training, require_same_d
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
 start = find_start("rl", source, config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
+recipe = Recipe(warmdown_ratio=warmdown_ratio, adamw_warmdown_ratio=warmdown_ratio)
 
 # ---- Problems: which ones each step takes
 numbers = [number for epoch in range(num_epochs) for number in shuffled(len(problems), seed, epoch)]
@@ -103,7 +105,7 @@ while True:
 
     # --- checkpoint of the parameters before this step; first, because an evaluation may fail
     session.save_if_due()
-    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
+    if metrics.stop_requested:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
     # --- evaluation of the same parameters
@@ -165,15 +167,16 @@ while True:
 
     # Every rank knows all rollouts. Each gives 1/N of the count, so the sum over ranks is their number of tokens.
     sampled_tokens = sum(sum(rollout.sampled) for rollout in rollouts) / world_size
-    stats = sharding.reduce_and_clip(step_loss, sampled_tokens, *session.requests())
+    stats = sharding.reduce_and_clip(step_loss, sampled_tokens, stop=session.stop.asked,
+                                     save=session.saver.time_is_up())
     rewards = rollout_stats(rollouts)
     # Neither optimizer depends on the gradient's scale. Fewer answers make it noisier, so the rate is smaller.
-    lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
-    set_rates(optimizers, lrm, muon_momentum(step))
+    rates = recipe.at(step, num_iterations, scale=math.sqrt(rewards["rl/trained_on"]))
+    set_rates(optimizers, rates)
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
-    session.end_step(stats, lrm, step_tokens)
+    session.end_step(stats, rates.muon, step_tokens)
     all_reduce_sum(off)
     rewards["rl/sampler_off"] = float(off[0] / off[1].clamp(min=1))
     metrics.log(step, rewards, f"reward {rewards['rl/reward']:.3f} | {rewards['rl/tokens']:.1f} tokens an answer | "

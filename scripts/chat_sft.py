@@ -61,7 +61,8 @@ from nanochat.data.conversation_loader import RenderedConversations, balance, co
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import sample_answers
-from nanochat.optim.schedule import is_due, lr_multiplier, muon_momentum, set_rates
+from nanochat.optim.recipe import Recipe
+from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
@@ -102,6 +103,7 @@ elif earlier and not task_names(earlier) & task_names(tasks):
     print0(f"none of the model's earlier tasks ({earlier}) is repeated, so it will forget much of them; --replay=1 "
            "mixes in as many earlier conversations")
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
+recipe = Recipe(warmdown_ratio=warmdown_ratio, adamw_warmdown_ratio=warmdown_ratio)
 
 # ---- Data: a row is one padded conversation, or several if the model keeps documents apart. Only what the assistant
 # writes is learned. Every rank knows all rows, so every rank knows where the run ends
@@ -130,7 +132,7 @@ while True:
 
     # --- checkpoint of the parameters before this step; first, because an evaluation may fail
     session.save_if_due()
-    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
+    if metrics.stop_requested:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
     # --- evaluation of the same parameters
@@ -163,13 +165,14 @@ while True:
         step_tokens += targets.numel() * world_size  # padding counts: all ranks pad their rows to one length
         inputs, targets, cu_seqlens = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, *session.requests())
-    lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
-    set_rates(optimizers, lrm, muon_momentum(step))
+    stats = sharding.reduce_and_clip(step_loss, step_targets, stop=session.stop.asked,
+                                     save=session.saver.time_is_up())
+    rates = recipe.at(step, num_iterations)
+    set_rates(optimizers, rates)
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
-    session.end_step(stats, lrm, step_tokens)
+    session.end_step(stats, rates.muon, step_tokens)
 
 # ---- End
 session.end()

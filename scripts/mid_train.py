@@ -57,7 +57,8 @@ from nanochat.data.batch_shape import BatchShape, chunks
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, pack, shuffled
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import sample_answers
-from nanochat.optim.schedule import is_due, lr_multiplier, muon_momentum, set_rates
+from nanochat.optim.recipe import Recipe
+from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.distributed import set_up
 from nanochat.training.session import Session
 from nanochat.training.starting import find_start, load_training, plan_steps, row_length
@@ -67,7 +68,9 @@ rank, world_size, device, model_dtype = set_up(device_type, dtype)
 start = find_start("mid", "base", config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 max_seq_len = row_length(max_seq_len, start.meta)
-warmup_steps = 40 if model.config.stream_scales else 0  # AdamW restarts: its first step would move a scale by 0.4
+# AdamW restarts: without a warmup its first step would move a stream's scale by 0.4
+recipe = Recipe(warmdown_ratio=warmdown_ratio, adamw_warmdown_ratio=warmdown_ratio,
+                warmup_steps=40 if model.config.stream_scales else 0)
 
 # ---- Data: rows are packed with whole conversations; longer ones are split. Only what the assistant writes is learned.
 # Every rank packs all rows, so every rank knows where the run ends
@@ -98,7 +101,7 @@ while True:
 
     # --- checkpoint of the parameters before this step; first, because an evaluation may fail
     session.save_if_due()
-    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
+    if metrics.stop_requested:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
     # --- evaluation of the same parameters
@@ -128,13 +131,14 @@ while True:
         step_targets += (targets >= 0).sum()
         inputs, targets, cu_seqlens = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, *session.requests())
-    lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps)
-    set_rates(optimizers, lrm, muon_momentum(step))
+    stats = sharding.reduce_and_clip(step_loss, step_targets, stop=session.stop.asked,
+                                     save=session.saver.time_is_up())
+    rates = recipe.at(step, num_iterations)
+    set_rates(optimizers, rates)
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # also frees the gradients: there is no zero_grad
-    session.end_step(stats, lrm)
+    session.end_step(stats, rates.muon)
 
 # ---- End
 session.end()

@@ -1,15 +1,18 @@
 """
-Run a command of a recipe, unless it has succeeded before and what it read and what it left are unchanged.
+Run a command of a recipe, unless it is done. Like a layer of a container's image it is done if it has succeeded after
+the same commands, word by word, and if the user's own files that they name are unchanged.
 
+    export CHAIN=$(mktemp)    # once in a recipe: a sum of its commands so far. Without it every command stands alone
     python -m scripts.once python -m scripts.tok_train --data=tinyworld --vocab_size=4096
 
-The command's script and settings say what it reads and leaves (FILES). once/NAME.json in the base folder records the
-command and the SHA-256 sums: a result that is damaged, missing or made from other inputs is made again. --show as the
-first argument prints the command instead.
+once/NAME.json in the base folder says after what a command has succeeded. What it made is not compared: whoever reads
+it checks it. --show as the first argument prints the command instead.
 """
 import contextlib
 import hashlib
 import json
+import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,66 +21,42 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configurator import read_arguments, read_settings
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
-from nanochat.runtime.files import base_dir, sha256, write_text
-from nanochat.training.records import SCRIPTS, STEPS_LOG, newest_step, unfinished
+from nanochat.runtime.files import base_dir, write_text
+from nanochat.training.records import SCRIPTS, STEPS_LOG, latest_checkpoint, unfinished
 
-LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines again
-REPORT = "report/sections/*/{model_tag}/"
-# What each script reads, and what it leaves, in the base folder. Another script runs each time: it knows what is left
-# to do.
-FILES = {
-    "dataset": ([], ["data/{name}/manifest.json", "data/{name}/shard_*"]),
-    "tok_train": (["data/{data}/manifest.json"], ["tokenizer/{data}"]),
-    "base_train": (["data/{data}/manifest.json", "tokenizer/{data}"],
-                   ["base_checkpoints/{model_tag}", REPORT + "base_train.json"]),
-    "base_eval": (["base_checkpoints/{model_tag}", "eval_bundle"], [REPORT + "base_eval.json"]),
-    "mid_train": (["base_checkpoints/{model_tag}"], ["mid_checkpoints/{model_tag}", REPORT + "mid_train.json"]),
-    "chat_sft": (["{source}_checkpoints/{model_tag}"], ["sft_checkpoints/{model_tag}", REPORT + "chat_sft.json"]),
-    "chat_rl": (["{source}_checkpoints/{model_tag}"], ["rl_checkpoints/{model_tag}", REPORT + "chat_rl.json"]),
-    "chat_eval": (["{source}_checkpoints/{model_tag}"], [REPORT + "chat_eval_{source}.json"]),
-}
+STAGES = {script: stage for stage, script in SCRIPTS.items()}
+# They know what is left to do, and no other command reads what they make.
+EACH_TIME = ("library", "report")
 
 
-def files_of(command: list[str]) -> tuple[str, list[str], list[str]]:
+def name_of(command: list[str]) -> tuple[str, str, str]:
     """
-    (name, needs, makes) of a command that runs one of the scripts: the name of its record, and patterns of paths.
-    UserError if its settings are wrong.
+    (script, model_tag, name of its record) of a command. One name for each result: "mid-d4", as the page calls a
+    training; "chat_eval-mid-d4", "tok_train-mine".
     """
-    place = next((i for i, word in enumerate(command) if word.startswith("scripts.")), None)
-    if place is None:
-        raise UserError(f"{shlex.join(command)} runs no script: expected python -m scripts.NAME --key=value")
-    script = command[place].removeprefix("scripts.")
-    settings, _ = read_settings(str(Path(__file__).with_name(f"{script}.py")))
-    values = {name: setting.default for name, setting in settings.items()}
-    values |= read_arguments(command[place + 1 :], settings)
-    if script == "dataset":
-        from nanochat.corpus.make_dataset import default_name  # it imports pyarrow, and a plan calls this often
-
-        values["name"] = values["name"] or default_name(values["source"])
-    # Trainings are called as their stage: the page finds them by "mid-TAG".
-    kinds = {name: stage for stage, name in SCRIPTS.items()}
-    kinds["chat_eval"] = f"chat_eval-{values.get('source')}"
-    about = (Path(str(values.get(key) or "")).name for key in ("model_tag", "data", "name", "source"))
-    if script in FILES and not values.get("model_tag", script):
-        raise UserError(f"scripts.once runs {script} with --model_tag=…: it is part of the paths that are compared")
-    needs, makes = ([path.format(**values) for path in paths] for paths in FILES.get(script, ([], [])))
-    return f"{kinds.get(script, script)}-{next(filter(None, about), 'newest')}", needs, makes
+    script = next((word for word in command if word.startswith("scripts.")), command[0]).removeprefix("scripts.")
+    settings = dict(word.partition("=")[::2] for word in command)
+    kind = STAGES.get(script, script)
+    if script == "chat_eval":
+        kind += "-" + settings.get("--source", "")
+    about = (Path(settings.get(f"--{key}", "")).name for key in ("model_tag", "data", "name", "source"))
+    tag = settings.get("--model_tag", "")
+    return script, tag, f"{kind}-{next(filter(None, about), 'newest')}"
 
 
-def digest(pattern: str) -> str | None:
-    """
-    SHA-256 of the names and contents of the files at, or in, the paths that match a pattern in the base folder, without
-    hidden files and the log. None: nothing is there.
-    """
-    content, paths = hashlib.sha256(), sorted(base_dir().glob(pattern))
-    for path in paths:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file() and not file.name.startswith(".") and file.name != LOG:
-                content.update(f"{sha256(file)} {file.relative_to(base_dir())}\n".encode())
-    return content.hexdigest() if paths else None
+def own_files(command: list[str]) -> list[tuple[str, int, int]]:
+    """(path, size, time) of the files that a command names, as in --tasks=json:FILE, and of the files below folders."""
+    found = []
+    for word in command:
+        for place in filter(None, map(str.strip, [word.partition("=")[2], *re.split(r"[=:,+*[]", word)])):
+            path = Path(os.path.expanduser(place))
+            # os.path, because Path would raise errors for long texts and unknown users.
+            for file in sorted(path.rglob("*")) if os.path.isdir(path) else [path]:
+                if os.path.isfile(file) and not any(part.startswith(".") for part in file.relative_to(path).parts):
+                    found.append((str(file), file.stat().st_size, file.stat().st_mtime_ns))
+    return found
 
 
 def run(command: list[str]) -> int:
@@ -106,40 +85,41 @@ def note(**record: Any) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
-    """Run the command unless its record says that it is done. UserError if it leaves no result."""
+def once(command: list[str]) -> None:
+    """Run the command unless it is done. SystemExit if it fails, UserError for a training that was stopped."""
+    script, model_tag, name = name_of(command)
     print(f"\n=== {name}, {time.strftime('%H:%M:%S')}", flush=True)
+    chain = Path(os.environ.get("CHAIN", os.devnull))
     path = base_dir() / "once" / f"{name}.json"
-    record = {"command": command, "needs": [*map(digest, needs)], "makes": [*map(digest, makes)]}
-    if makes and path.is_file() and json.loads(path.read_bytes()) == record:
-        print(f"done before: {', '.join(makes)}", flush=True)
-        return
-    began = time.time()
-    note(name=name, began=began)
-    code = run(command)
-    note(name=name, began=began, ended=time.time(), code=code)
-    if code:
-        # The command has said why. After a signal, the code is what a shell would give.
-        raise SystemExit(code if code > 0 else 128 - code)
-    record["makes"] = [*map(digest, makes)]
-    for result, found in zip(makes, record["makes"], strict=True):
-        if found is None:
-            raise UserError(f"{name} has ended without making {result} in {base_dir()}")
-        newest = newest_step(base_dir() / result)
-        # Under torchrun a run that was stopped exits with 0.
-        if newest and unfinished(newest):
-            raise UserError(f"{name} was stopped before its end; the same command goes on")
-    # What the command has fetched itself.
-    record["needs"] = [before or digest(need) for need, before in zip(needs, record["needs"], strict=True)]
-    write_text(path, json.dumps(record, indent=1))
+    record = json.dumps({"after": chain.read_text(), "command": command, "files": own_files(command)}, indent=1)
+    if path.exists() and path.read_text() == record:
+        print("done before", flush=True)
+    else:
+        # Before it runs: what an earlier command of this name has made may change.
+        path.unlink(missing_ok=True)
+        began = time.time()
+        note(name=name, began=began)
+        code = run(command)
+        note(name=name, began=began, ended=time.time(), code=code)
+        if code:
+            # The command has said why. After a signal, the code is what a shell would give.
+            raise SystemExit(code if code > 0 else 128 - code)
+        if script in STAGES:
+            # Under torchrun a run that was stopped exits with 0.
+            newest = latest_checkpoint([STAGES[script]], model_tag or None)
+            if newest is None or unfinished(newest):
+                raise UserError(f"{name} was stopped before its end; the same command goes on")
+        if script in EACH_TIME:
+            return
+        write_text(path, record)
+    chain.write_text(hashlib.sha256(record.encode()).hexdigest())
 
 
 if __name__ == "__main__":
     install_one_line_errors()
     show = sys.argv[1:2] == ["--show"]
     command = sys.argv[1 + show :]
-    files = files_of(command)
     if show:
-        print(f"\n=== {files[0]}\n{' '.join(shlex.join(command).split())}")
+        print(f"\n=== {name_of(command)[2]}\n{' '.join(shlex.join(command).split())}")
     else:
-        once(*files, command)
+        once(command)

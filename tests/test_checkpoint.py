@@ -37,7 +37,6 @@ from nanochat.training.checkpoint import (
     read_meta,
     step_dir,
 )
-from nanochat.training.records import describe_checkpoint
 from nanochat.training.resharding import load_training_state
 from nanochat.training.saving import CheckpointWriter, complete, copy_to_host, write_files
 
@@ -250,14 +249,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim
         find_checkpoint(folder)
 
 
-def write_stage(stage: str, tag: str, weights: str, origin: str = "", **meta) -> str:
-    """A checkpoint as the stages write it, without its tensors; its name as an origin."""
+def write_stage(stage: str, tag: str, **meta) -> None:
+    """A checkpoint's meta.json as the stages write it."""
     checkpoint = step_dir(checkpoint_dir(stage, tag), 7)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    meta = {"step": 7, "num_iterations": 7, "data_state": {"origin": origin}} | meta
-    (checkpoint / "meta.json").write_text(json.dumps(meta))
-    (checkpoint / "manifest.json").write_text(json.dumps({"model.safetensors": weights}))
-    return describe_checkpoint(checkpoint)
+    (checkpoint / "meta.json").write_text(json.dumps({"step": 7, "num_iterations": 7} | meta))
 
 
 def reverse_times(folder: Path) -> None:
@@ -269,28 +265,29 @@ def reverse_times(folder: Path) -> None:
 @pytest.mark.parametrize("again, last", [(None, "rl"), ("mid", "mid"), ("base", "base")])
 def test_the_stage_that_was_trained_last(base_folder, monkeypatch, again, last):
     """
-    Whatever the times of the files are. A run of three stages, and a stage trained again. A clock that went back does
-    not make a stage older than the one it came from.
+    By the times in meta.json, whatever the times of the files are. A run of three stages, and a stage trained again.
+    Version 0.1.0 kept no times: the furthest stage's is the last.
     """
     with pytest.raises(UserError):
         latest_stage()
-    base = write_stage("base", "d2", "a", saved=9.0)
-    mid = write_stage("mid", "d2", "b", base, saved=5.0)
-    write_stage("rl", "d2", "c", mid, saved=4.0)
+    for saved, stage in enumerate(("base", "mid", "rl")):
+        write_stage(stage, "d2", saved=saved)
     if again:
-        write_stage(again, "d2", "new", base if again == "mid" else "", saved=99.0)
-    base = write_stage("base", "d1", "a", saved=6.0)
-    write_stage("sft", "d1", "b", base, saved=90.0)
+        write_stage(again, "d2", saved=99.0)
+    write_stage("sft", "d1", saved=90.0)
+    write_stage("base", "d1", saved=6.0)
+    for stage in ("mid", "sft", "base"):
+        write_stage(stage, "old")
     (step_dir(checkpoint_dir("sft", "d1"), 8)).mkdir()  # damaged: the one before it counts
     copy = base_folder.with_name("copy")
     for folder in (base_folder, copy):
         monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        assert [latest_stage(tag) for tag in ("d1", "d2")] == ["sft", last]
+        assert [latest_stage(tag) for tag in ("d1", "d2", "old")] == ["sft", last, "sft"]
         assert latest_stage() == (last if again else "sft")
         if folder == base_folder:
             subprocess.run(["cp", "-r", base_folder, copy], check=True)
             reverse_times(copy)
-    with pytest.raises(UserError, match="d1, d2"):
+    with pytest.raises(UserError, match="d1, d2, old"):
         latest_stage("d3")
 
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_completes, print_samples
+from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.zero import shard_model
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
@@ -22,7 +20,6 @@ TOKENIZER = learn_tokenizer(["the cat sat on the mat, and 日本語 too"] * 3, 2
 V, BOS = TOKENIZER.get_vocab_size(), TOKENIZER.get_bos_token_id()
 CONFIG = GPTConfig(sequence_len=24, vocab_size=V, n_layer=2, n_embd=32, n_head=2, n_kv_head=2)
 CPU = torch.device("cpu")
-TEXTS = ["the cat sat", "日本語 on the mat", "a", "é" * 9, "the mat, and the cat, and the mat"]
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +40,6 @@ def nats_one_by_one(model, ids):
     return total
 
 
-def test_bits_per_byte_of_documents_are_those_of_each_alone_in_windows(model):
-    """
-    Batches, padding and order change nothing; a document of several rows is read to its end, each window after <|bos|>;
-    multi-byte characters split over tokens count their true bytes; a document without text has none.
-    """
-    texts = [*TEXTS, "", "the cat 日本語 " * 25]
-    documents = [[BOS, *TOKENIZER.encode(text)] for text in texts]
-    windows = [[BOS, *ids[start : start + 24]] for ids in documents for start in range(1, len(ids), 24)]
-    assert len(windows) >= len(TEXTS) + 4
-    nats = sum(nats_one_by_one(model, row) for row in windows)
-    expected = nats / math.log(2) / len("".join(texts).encode())
-    for tokens_per_forward in (1, 40, 1000):
-        found = evaluate_documents(model, documents, TOKENIZER.token_bytes(), tokens_per_forward)
-        assert found == pytest.approx(expected, rel=1e-4)
-
-
 def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):
     row = [BOS, *TOKENIZER.encode("the cat"), BOS, *TOKENIZER.encode("日本")][:10]
     tokens = torch.tensor([row, row])
@@ -66,30 +47,6 @@ def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):
     endless = itertools.repeat((tokens[:, :-1], tokens[:, 1:], None, {}))  # as a validation loader; this must end
     expected = nats_one_by_one(model, row) / math.log(2) / size
     assert evaluate_bpb(model, endless, 3, TOKENIZER.token_bytes()) == pytest.approx(expected, rel=1e-4)
-
-
-def test_greedy_completes_agrees_with_decoding():
-    """A model that has learnt one sentence by heart; right and wrong completions of different lengths in one batch."""
-    model = GPT(CONFIG)
-    model.init_weights(0)
-    sharding = shard_model(model, model.units(), CPU, torch.float32, zero_stage=0)
-    optimizers = setup_optimizers(model, sharding)
-    tokens = torch.tensor([TOKENIZER.encode("the cat sat on the mat, and 日本語 too", prepend="<|bos|>")])
-    for _ in range(60):
-        with sharding.accumulate(last=True):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-        stats = sharding.reduce_and_clip(loss)
-        for optimizer in optimizers:
-            optimizer.step(stats)
-        sharding.all_gather_params()
-    assert print_samples(model, TOKENIZER, ["the cat"], 12)[0][1].startswith(" sat on the mat, and")
-    pairs = {
-        ("the cat", " sat on the mat,"): True, ("the cat", " sat on the cat"): False, ("the", " cat"): True,
-        ("the cat sat on", " too"): False, ("the cat sat on", " the mat, and 日本語"): True,
-        ("the cat", " sat on the mat, and 日本語" * 3): False,  # longer than a row
-    }
-    assert greedy_completes(model, TOKENIZER, list(pairs), tokens_per_forward=80) == list(pairs.values())
 
 
 def stats(loss: float, ok: bool = True, stops: int = 0) -> torch.Tensor:

@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from bench.harness import draw_weights
 from nanochat.model import fp8
 from nanochat.model.fp8 import cast
 from nanochat.model.gpt import GPT, norm
@@ -185,7 +186,7 @@ def test_what_is_not_finite_stays_so(value):
 def test_a_model_multiplies_in_8_bits():
     """Its loss is another one, and near that of float32; evaluations multiply in the model's own dtype."""
     model = GPT(config_from_depth(2, 64, 32))
-    model.init_weights(0)
+    draw_weights(model)
     for block in model.transformer.h:  # zeros would hide the products
         block.mlp.c_proj.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
     model.lm_head.weight.data *= 100

@@ -13,6 +13,7 @@ import varlen_on_cpu  # noqa: F401
 from conftest import ALL_PIECES
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.harness import draw_weights
 from nanochat.data.batch_shape import document_offsets
 from nanochat.data.padding import padded_length
 from nanochat.model.attention import (
@@ -230,7 +231,7 @@ def test_a_gpu_kernel_is_used_only_after_right_numbers(faults, chosen, group, mo
         match faults.get(active[-1]):
             case "refuses":
                 raise RuntimeError("no kernel for this GPU")
-            case "nan" if window > 80:
+            case "nan":
                 k = k + 0 * (0 * k).sqrt()
             case "wide":
                 window += 1
@@ -390,7 +391,7 @@ def test_fine_tuning_compiles_few_graphs_on_a_gpu(monkeypatch):
     pieces = architecture("modern", depth=12)
     config = GPTConfig(2048, 70, n_layer=6, n_embd=32, n_head=4, n_kv_head=4, **pieces, document_token=3)
     model, counter = GPT(config), CompileCounter()
-    model.init_weights(0)
+    draw_weights(model)
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr("nanochat.model.gpt.has_varlen", lambda *_: True)
     monkeypatch.setattr("nanochat.runtime.compiling.with_compiler", lambda function, dynamic=False: function)
@@ -518,7 +519,7 @@ def test_generate_is_the_argmax():
 @pytest.mark.parametrize("places, rows, most", [(2048, 97, 40), (65, 500, 3), (640, 2, 640), (1, 3, 1)])
 def test_an_embeddings_gradient_is_the_sum_over_each_tokens_places(places, rows, most):
     """Of a token with `most` places as of one with none; in one order."""
-    from nanochat.model.triton_kernels import Lookup
+    from nanochat.model.triton_kernels import EmbeddingLookup
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, rows, (places,), generator=generator)
@@ -527,7 +528,7 @@ def test_an_embeddings_gradient_is_the_sum_over_each_tokens_places(places, rows,
     exact = torch.stack([grad.double()[tokens == token].sum(0) for token in range(rows)])
     table = torch.zeros(rows, 24, device="cuda", requires_grad=True)
     for _ in range(2):
-        (ours,) = torch.autograd.grad(Lookup.apply(tokens.cuda(), table), table, grad.cuda())
+        (ours,) = torch.autograd.grad(EmbeddingLookup.apply(tokens.cuda(), table), table, grad.cuda())
         assert (ours.cpu() - exact).abs().max() < 1e-4
-    (again,) = torch.autograd.grad(Lookup.apply(tokens.cuda(), table), table, grad.cuda())
+    (again,) = torch.autograd.grad(EmbeddingLookup.apply(tokens.cuda(), table), table, grad.cuda())
     assert again.equal(ours)

@@ -203,19 +203,14 @@ Minimum validation bpb: 0.800000 $*" ;; esac
 
 
 ALONE = """
-import os, torch
-from nanochat.runtime import distributed
+import torch
 from nanochat.training.metrics import peak_memory
 torch.ones(2**28)  # 1 GiB
 assert 1.05 < peak_memory() < 2, peak_memory()
-os.environ["NANOCHAT_DETERMINISTIC"] = "1"
-print(*distributed.set_up("cpu", "float32")[:2])
-assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
-assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 """
 
 
-def test_deterministic_switches_are_all_on_and_peak_memory_is_what_was_held():
+def test_peak_memory_is_what_was_held():
     """In a process of its own, which has held nothing before."""
     done = subprocess.run([sys.executable, "-c", ALONE], cwd=REPO, text=True, capture_output=True)
-    assert done.returncode == 0 and done.stdout.endswith("\n0 1\n"), done.stderr
+    assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import make_sums
 
 from nanochat.corpus.make_library import make_library
 from nanochat.corpus.python_docs import documentation
@@ -15,7 +14,7 @@ from nanochat.inference.retrieval import Library
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_task, never_looks_up
 from nanochat.tasks.lookup import what_is_asked
-from nanochat.tasks.python_questions import documented, side_of_name
+from nanochat.tasks.python_questions import documented, split_of_name
 
 SPECS = ("lookup", "lookup:true", "lookup:unknown", "search", "search:true", "search:unknown")
 CALL = re.compile(r'(lookup|search)\("( ?)([^"]+)"\)')
@@ -77,7 +76,7 @@ def test_held_out_objects():
         for conversation in make_task(spec, "train")[:5000]:
             for question, tool, asked, found, _ in exchanges(conversation):
                 if tool == "lookup":
-                    assert side_of_name(asked) == "train" and not dotted & set(re.split(r"[\s?\"`()]+", question))
+                    assert split_of_name(asked) == "train" and not dotted & set(re.split(r"[\s?\"`()]+", question))
                 assert not any(found.startswith(text) for text in only_there), found
                 asked_for.add(asked)
     assert len(asked_for) > 6_000
@@ -153,17 +152,3 @@ def test_warning_without_lookups():
     line = never_looks_up("json:bakery.jsonl:all, tinyworld:facts[:400]", "notes")
     assert "json:bakery.jsonl:all" in line and "lookup:notes" in line
     assert never_looks_up("tinyworld, search[:99]*2", "notes") == never_looks_up("tinyworld", None) == ""
-
-
-def test_tokens_are_all_copied(base_folder):
-    """Each token of it is in some passage, and what is asked, called and answered is to the letter the same."""
-    make_sums(base_folder, 200, "What is {i} plus {i}? The answer is {twice}. " * 3, vocab_size=350)
-    task = make_task("tokens:sums", "train")
-    passages = []
-    for conversation in task[:500]:
-        question, answer = conversation["messages"][-2:]
-        call, found, said = [part["text"] for part in answer["content"]]
-        assert CALL.fullmatch(call)[3].lower() in question["content"].lower() and found.startswith(said)
-        passages.append(found)
-    missing = [token for token in task.tokens if token.strip().lower() not in "".join(passages).lower()]
-    assert len(task.tokens) > 20 and not missing, missing

@@ -44,9 +44,8 @@ def forbidden(tokenizer: Tokenizer, conversation: dict) -> bool:
 
 
 def test_copying_allows_what_is_taught(base_folder):
-    """Also names of tokens in a row, eight of which ended in a blank."""
     tokenizer = make_sums(base_folder, 200, 'What is "{i}" plus {i}? ("{twice}") ' * 3, vocab_size=350)
-    for spec, count in {"notes": 60, "notes:unknown": 30, "notes:talk": 12, "tokens:sums": 200}.items():
+    for spec, count in {"notes": 60, "notes:unknown": 30, "notes:talk": 12}.items():
         for split in ("train", "test"):
             for conversation in make_task(spec, split)[:count]:
                 assert not forbidden(tokenizer, conversation), conversation
@@ -55,14 +54,14 @@ def test_copying_allows_what_is_taught(base_folder):
 def test_notes_are_found():
     counts = Counter()
     task = make_task("notes", "test")
-    tools = Tools(task.library)
+    tools = Tools(task.notes)
     for conversation in task:
         question, answer = conversation["messages"][-2:]
         call, found, _ = (part["text"] for part in answer["content"])
         assert tools.find(call).text == found and task.evaluate(conversation, found)
         assert tools.find(f"search('{question['content']}')"), "more words than needed"
         counts[tools.find("lookup('Hinterreifen')")] += 1
-        assert make_task("notes:unknown", "test").library.search(call) is None
+        assert make_task("notes:unknown", "test").notes.search(call) is None
     assert counts == {None: len(task)}
     german = [REFUSALS["de"]] * 2
     unknown = make_task("notes:de:unknown", "test")

@@ -1,4 +1,6 @@
 """AdamW against torch's own, Muon's matrices against an SVD; test_zero.py has Muon's rule written out."""
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -55,8 +57,8 @@ def test_every_group_has_its_scaled_rate(large):
     arch = "modern,stream_scales=True,subtract_middle=True,narrow_gates=True" if large else "modern"
     with torch.device("meta"):
         model = GPT(config_from_depth(2, 64, 32, arch=arch))
-    model.to_empty(device="cpu").init_weights(0)
-    sharding = shard_model(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
+    weights = partial(model.draw, seed=0)
+    sharding = shard_model(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0, weights=weights)
     adamw, muon = setup_optimizers(model, sharding, 0.1, 0.2, 0.3, 0.4, lr_scale=0.25)
     width, matrices = (128 / 768) ** -0.5, muon.param_groups[0]["initial_lr"]
     rates = {shard.name.split(".", 1)[1]: group["initial_lr"] / 0.25 for group in adamw.param_groups

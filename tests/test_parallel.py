@@ -5,6 +5,7 @@ from ranks import run_on_ranks
 
 from bench import context, stage3, tensor
 from bench.context import positions
+from bench.harness import draw_weights
 from bench.stage3 import Stage3, train
 from nanochat.model.gpt import GPT
 from nanochat.optim.zero import shard_model
@@ -53,7 +54,7 @@ def stages(rank: int, ranks: int) -> dict:
         for prefetch in (False, True):
             mine, other, first = (GPT(stage3.CONFIG) for _ in range(3))
             for model in (mine, other, first):
-                model.init_weights(seed=0)
+                draw_weights(model)
             own = Stage3(mine, prefetch)
             sent = train(mine, [unit.own for unit in own.units], kind)
             assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in own.units)

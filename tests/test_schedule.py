@@ -13,14 +13,7 @@ from nanochat.optim.recipe import (
     rate_scale,
     rows_at_a_time,
 )
-from nanochat.optim.schedule import (
-    ahead_multiplier,
-    decay_multiplier,
-    lr_multiplier,
-    muon_momentum,
-    set_rates,
-    warmdown_left,
-)
+from nanochat.optim.schedule import Rates, lr_multiplier, set_rates
 from nanochat.runtime.errors import UserError
 
 
@@ -29,29 +22,33 @@ def test_learning_rate():
     assert lrm[0] == pytest.approx(0.1) and lrm[9] == 1 and lrm[60] == 1
     assert lrm[80] == pytest.approx(0.05 + 0.95 / 2) and lrm[99] == pytest.approx(0.05 + 0.95 / 40)
     assert lrm[100:] == [0.05] * 30, "past the end it stays, it does not turn negative"
-    assert [lr_multiplier(step, 40, 0.4, 40) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1], "a short run's warmup"
+    short = [lr_multiplier(step, 40, 0.4, 40, 0.0) for step in range(5)]
+    assert short == [0.25, 0.5, 0.75, 1, 1], "a short run's warmup"
 
 
-def test_momentum():
-    assert [muon_momentum(step) for step in (0, 150, 10**6)] == pytest.approx([0.85, 0.9, 0.95])
-    for step, left, momentum in ((0, 1, 0.85), (600, 1, 0.97), (800, 0.5, 0.935), (1100, 0, 0.9)):
-        assert warmdown_left(step, 1000, 0.4) == pytest.approx(left)
-        assert muon_momentum(step, left, 0.97, 0.9) == pytest.approx(momentum)
-    assert muon_momentum(100, 1.0, 0.97, 0.9, 400) == pytest.approx(0.88)
-
-
-def test_weight_decay_and_ema_nesterov():
-    assert [decay_multiplier(step, 10) for step in (0, 5, 11)] == pytest.approx([1, 0.5, 0])
-    assert [ahead_multiplier(step, 10) for step in (0, 2, 7, 8, 11)] == [0, 1, 1, 0, 0]
+def test_momentum_weight_decay_and_ema_nesterov():
+    recipe = Recipe(muon_momentum=0.97, final_muon_momentum=0.9, warmdown_ratio=0.4)
+    for step, momentum in ((0, 0.85), (150, 0.91), (600, 0.97), (800, 0.935), (1100, 0.9)):
+        assert recipe.at(step, 1000).momentum == pytest.approx(momentum)
+    assert recipe._replace(momentum_steps=400).at(100, 1000).momentum == pytest.approx(0.88)
+    assert [recipe.at(step, 10).decay for step in (0, 5, 11)] == pytest.approx([1, 0.5, 0])
+    distances = [recipe.at(step, 10, scale=0.5).ema_nesterov for step in (0, 2, 7, 8, 11)]
+    assert distances == pytest.approx([0, 0.5, 0.375, 0, 0]), "it falls with the rate, and is there in mid-run only"
 
 
 def test_rates_of_each_optimizer():
-    groups = {kind: {"initial_lr": 2.0, "initial_weight_decay": 0.2} for kind in ("muon", "adamw", "look_ahead")}
+    groups = {kind: {"initial_lr": 2.0, "initial_weight_decay": 0.2} for kind in ("muon", "adamw", "ema_nesterov")}
     optimizers = [SimpleNamespace(kind=kind, param_groups=[group]) for kind, group in groups.items()]
-    for adamw_lrm, adamw_lr in ((0.25, 0.5), (0.0, 0), (None, 1)):
-        set_rates(optimizers, 0.5, 0.9, adamw_lrm, decay=0.1, ahead=0.3)
-        assert [group["lr"] for group in groups.values()] == [1, adamw_lr, 0.6]
-        assert groups["muon"]["momentum"] == 0.9 and groups["muon"]["weight_decay"] == pytest.approx(0.02)
+    set_rates(optimizers, Rates(muon=0.5, adamw=0.25, ema_nesterov=0.3, momentum=0.9, decay=0.1))
+    assert [group["lr"] for group in groups.values()] == [1, 0.5, 0.6]
+    assert groups["muon"]["momentum"] == 0.9 and groups["muon"]["weight_decay"] == pytest.approx(0.02)
+
+
+def test_a_recipe_has_two_warmdowns():
+    recipe = Recipe(warmup_steps=10, warmdown_ratio=0.8, adamw_warmdown_ratio=0.4, final_lr_frac=0.2)
+    for step, rates in {0: (0.1, 0.1), 200: (1, 1), 800: (0.4, 0.6)}.items():
+        assert recipe.at(step, 1000)[:2] == pytest.approx(rates)
+        assert recipe.at(step, 1000, scale=0.5)[:2] == pytest.approx([rate / 2 for rate in rates])
 
 
 def test_recipe_follows_the_length_of_the_run_and_stays_when_it_is_resumed():

@@ -46,7 +46,7 @@ def routed(rank: int, world_size: int) -> dict:
             for micro_step, route in enumerate(routes[rank]):
                 with sharding.accumulate(last=micro_step == len(routes[rank]) - 1):
                     model(torch.full((2, 4), 1.0 + rank), route).backward()
-            sharding.reduce_and_clip(torch.zeros(()), count=0.5)  # Σ count is 1: sums
+            sharding.reduce_and_clip(torch.zeros(()), weight=0.5)  # Σ weight is 1: sums
             grads = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
             for s in sharding.shards:
                 grads[s.name][s.start : s.end] = s.grad

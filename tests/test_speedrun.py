@@ -24,7 +24,7 @@ from nanochat.plan.step_time import step_time
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Gpu, datasheet_gpu
 from nanochat.tasks import SPEC, TASKS
-from scripts.once import files_of, once
+from scripts.once import name_of, once
 
 
 def no_venv() -> dict[str, str]:
@@ -38,83 +38,88 @@ def there(base_folder):
 
 
 @pytest.fixture
-def stage(base_folder, capfd):
-    """scripts.once with a command of the shell, run in the base folder: its exit code and what it printed."""
-    def call(command: str, makes: tuple[str, ...] = ("made",)) -> tuple[int, str]:
-        code = 0
-        try:
-            once("stage", ["input"], [*makes], ["sh", "-c", f"cd $NANOCHAT_BASE_DIR && {command}"])
-        except (SystemExit, UserError) as error:
-            code = error.code if isinstance(error, SystemExit) else str(error)
-        return code, capfd.readouterr().out.split("\n", 2)[2]
+def recipe(base_folder, tmp_path, monkeypatch):
+    """The numbers of the commands that run in a recipe of scripts.once: each is a script of the shell."""
+    monkeypatch.setenv("CHAIN", str(tmp_path / "chain"))
+
+    def call(*commands: str) -> list[int]:
+        (tmp_path / "chain").write_text("")
+        (base_folder / "ran").write_text("")
+        for number, command in enumerate(commands):
+            script = f"cd $NANOCHAT_BASE_DIR && echo {number} >> ran && {command}"
+            once(["sh", "-c", script, f"scripts.step{number}"])
+        return [*map(int, (base_folder / "ran").read_text().split())]
 
     return call
 
 
-def test_once_repeats_only_what_is_no_longer_as_it_was(stage, base_folder):
-    """Not again while command, input and result are the same; again when any of them has changed, and only then."""
-    script = "mkdir -p made && cat input >> made/result && echo x >> runs"
-    result = base_folder / "made" / "result"
-
-    def runs(command: str = script) -> int:
-        """How often the command has run after two more calls; the second always finds it done."""
-        stage(command)
-        count = (base_folder / "runs").read_text().count("x")
-        assert stage(command) == (0, "done before: made\n")
-        assert (base_folder / "runs").read_text().count("x") == count
-        return count
-
-    (base_folder / "input").write_text("a")
-    assert runs() == 1
-    changes = [
-        lambda: (base_folder / "input").write_text("b"),
-        lambda: result.write_text("damaged"),
-        lambda: result.unlink(),
-        lambda: result.with_name("another").write_text("that it did not make"),
-    ]
-    for before, change in enumerate(changes, 1):
-        change()
-        assert runs() == before + 1
-    assert runs(script + " && true") == 6, "the command itself"
-    result.with_name("metrics.jsonl").write_text("a log says nothing about the result")
-    assert runs(script + " && true") == 6
+def test_a_recipe_runs_again_from_the_first_changed_line_on(recipe, tmp_path, base_folder):
+    """A command is done only after the same commands; also after a change and back, as the others ran in between."""
+    notes = tmp_path / "my notes, and more"
+    notes.mkdir()
+    (notes / "a.md").write_text("one")
+    for command in "true", f"true --tasks={300 * 'x'},json:{notes}/a.md[:9]*2", f"true --source={notes}":
+        lines = ["true", command, ": second"]
+        assert recipe(*lines)[-1] == 2 and recipe(*lines) == []
+    assert recipe(*lines, ": more") == [3] and recipe(*lines) == []
+    assert recipe("true", ": other", ": second") == [1, 2] and recipe(*lines) == [1, 2]
+    (notes / "a.md").write_text("changed")
+    assert recipe(*lines) == [1, 2] and recipe(*lines) == []
+    (notes / "b.md").write_text("two")
+    (notes / ".hidden").write_text("three")
+    assert recipe(*lines) == [1, 2]
+    (notes / ".hidden").write_text("four more")
+    assert recipe(*lines) == []
+    assert recipe(": first", *lines[1:]) == [0, 1, 2]
+    (base_folder / "once" / "step1-newest.json").unlink()
+    assert recipe(": first", *lines[1:]) == [1]
 
 
-def test_once_knows_a_run_that_was_stopped_from_one_that_has_ended(stage):
-    """A training run that is sent SIGTERM saves, and ends well, in the middle."""
-    meta = """mkdir -p made/step_%06d && echo '{"step": %d, "num_iterations": 1000000}' > made/step_%06d/meta.json"""
-    for step in (20, 999_999):  # the newest counts, by number
-        assert "was stopped before its end" in stage(meta % (step, step, step))[0]
-    assert stage(meta % (10**6, 10**6, 10**6)) == (0, "")
-    assert stage(meta % (10**6, 10**6, 10**6)) == (0, "done before: made\n")
+def test_a_command_alone_follows_none(base_folder, monkeypatch):
+    monkeypatch.delenv("CHAIN", raising=False)
+    for _ in range(2):
+        for letter in "ab":
+            once(["sh", "-c", f"echo {letter} >> $NANOCHAT_BASE_DIR/ran", f"scripts.{letter}"])
+    once(["sh", "-c", "echo c >> $NANOCHAT_BASE_DIR/ran", "scripts.library"])
+    once(["sh", "-c", "echo c >> $NANOCHAT_BASE_DIR/ran", "scripts.library"])
+    assert (base_folder / "ran").read_text() == "a\nb\nc\nc\n", "a library each time: it knows what is left to do"
 
 
-def test_once_reports_failures_as_the_command_did_and_remembers_none_of_them(stage):
-    assert stage("exit 7")[0] == 7
-    assert stage("kill -9 $$")[0] == 137
-    assert "without making made" in stage("true")[0]
-    assert stage("echo x > made") == (0, "")
-    assert stage("echo x > made") == (0, "done before: made\n")
+def test_once_knows_a_run_that_was_stopped_from_one_that_has_ended(base_folder):
+    """A training run that is sent SIGTERM saves and, under torchrun, ends well, in the middle."""
+    def train(step: int) -> None:
+        place = base_folder / "mid_checkpoints" / "d4" / f"step_{step:06d}"
+        meta = json.dumps({"step": step, "num_iterations": 1000})
+        script = f"mkdir -p {place} && echo '{meta}' > {place}/meta.json && echo x >> {base_folder}/ran"
+        once(["sh", "-c", script, "torchrun", "scripts.mid_train", "--model_tag=d4"])
+
+    for _ in range(2):
+        with pytest.raises(UserError, match="mid-d4"):
+            train(20)
+    train(1000), train(1000)
+    assert (base_folder / "ran").read_text() == "x\n" * 3
+    with pytest.raises(UserError, match="sft-d4"):  # it has saved nothing
+        once(["true", "scripts.chat_sft", "--model_tag=d4"])
 
 
-def test_once_knows_what_a_command_reads_and_leaves():
-    """By its script and settings, also by default settings; a wrong setting is refused before anything runs."""
+def test_once_reports_failures_as_the_command_did_and_remembers_none_of_them(recipe, base_folder):
+    for _ in range(2):
+        for command, code in ("exit 7", 7), ("kill -9 $$", 137):
+            with pytest.raises(SystemExit) as end:
+                recipe("true", command, "true")
+            assert end.value.code == code and (base_folder / "ran").read_text().split()[-1] == "1"
+
+
+def test_each_result_has_a_record_of_its_own():
     run = "torchrun --standalone --nproc_per_node=8 -m"
-    report = "report/sections/*/d4/"
     for command, expected in (
-        ("python -m scripts.tok_train --data=mine",
-         ("tok_train-mine", ["data/mine/manifest.json"], ["tokenizer/mine"])),
-        (f"{run} scripts.chat_rl --model_tag=d4",
-         ("rl-d4", ["sft_checkpoints/d4"], ["rl_checkpoints/d4", report + "chat_rl.json"])),
-        (f"{run} scripts.chat_eval --source mid --model_tag d4",
-         ("chat_eval-mid-d4", ["mid_checkpoints/d4"], [report + "chat_eval_mid.json"])),
-        ("python -m scripts.dataset --source=/home/me/books",
-         ("dataset-books", [], ["data/books/manifest.json", "data/books/shard_*"])),
-        ("python -m scripts.library --source=/home/me/notes", ("library-notes", [], []))):
-        assert files_of(command.split()) == expected
-    for command in ("python -m scripts.tok_train --dtaa=mine", "ls -l", "python -m scripts.mid_train"):
-        with pytest.raises(UserError, match="data|ls -l|model_tag"):
-            files_of(command.split())
+        ("python -m scripts.tok_train --data=mine", "tok_train-mine"),
+        (f"{run} scripts.chat_rl --model_tag=d4 --source=mid", "rl-d4"),
+        (f"{run} scripts.chat_eval --source=mid --model_tag=d4", "chat_eval-mid-d4"),
+        ("python -m scripts.dataset --source=/home/me/books", "dataset-books"),
+        ("python -m scripts.library --source=/home/me/notes --name=mine", "library-mine"),
+        ("python -m scripts.chat_sft", "sft-newest")):
+        assert name_of(command.split())[2] == expected
 
 
 SAVES = """
@@ -132,7 +137,7 @@ time.sleep(1000)
 
 def test_once_lets_a_command_save(base_folder):
     """Ctrl-C as a terminal sends it, and SIGTERM to `once` alone: the command ends in its own time."""
-    call = f"import sys; from scripts.once import once; once('stage', [], ['result'], {[sys.executable, '-c', SAVES]})"
+    call = f"from scripts.once import once; once({[sys.executable, '-c', SAVES]})"
 
     def start() -> subprocess.Popen:
         process = subprocess.Popen([sys.executable, "-c", call], cwd=REPO, start_new_session=True)
@@ -465,34 +470,25 @@ def rehearse(until: str | None = None) -> str:
     return "".join(lines)
 
 
-def what_was_skipped(output: str) -> set[str]:
-    lines = [line.removeprefix("done before: ") for line in output.splitlines() if line.startswith("done before: ")]
-    return {name for line in lines for name in line.split(", ")}
+def what_was_skipped(output: str) -> list[str]:
+    return re.findall("^=== (.*), .*\ndone before$", output, re.M)
 
 
 def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
-    """
-    Where meanwhile a byte of a model changes, the last step of that stage is made again, to the same weights, so that
-    what came of them stays.
-    """
+    """The stage that was killed runs again, and the next ones; what finished stages have left stays as it is."""
     folder = base_folder / "rehearsal"
     killed = rehearse(until="=== chat_eval-sft-rehearsal")
     assert "done before" not in killed and "=== sft-rehearsal" in killed
 
-    sections = (f"report/sections/*/rehearsal/{script}.json" for script in ("base_train", "base_eval"))
-    data = {f"data/tinyworld/{files}" for files in ("manifest.json", "shard_*")}
-    finished = data | {"tokenizer/tinyworld", "base_checkpoints/rehearsal", *sections}
-    kept = [path for name in finished | {"sft_checkpoints/rehearsal"} for path in folder.glob(name)]
-    before = {path: path.stat().st_mtime_ns for top in kept for path in list(top.glob("step_*/*")) or [top]}
-    weights = sorted((folder / "mid_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    names = "data/*/shard_*", "tokenizer/*", "*_checkpoints/rehearsal/step_*"
+    kept = [path for name in names for path in folder.glob(name)]
+    before = {path: path.stat().st_mtime_ns for top in kept for path in list(top.glob("*")) or [top]}
     output = rehearse()
-    assert what_was_skipped(output) == finished and "does not match its checksum" in output
-    assert weights.read_bytes() == whole
+    finished = ["dataset-tinyworld", "tok_train-tinyworld"]
+    finished += [f"{stage}-rehearsal" for stage in ("base", "base_eval", "mid", "chat_eval-mid", "sft")]
+    assert what_was_skipped(output) == finished
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert f"everything works; the models in {folder} have learned nothing" in output
     report = (folder / "report" / "report.md").read_text()
     for title in ("Base model: pretraining", "Mid-training", "Supervised fine-tuning", "Reinforcement learning"):
         assert title in report
-

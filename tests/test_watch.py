@@ -91,10 +91,10 @@ def test_a_damaged_log_and_results_of_other_models_are_left_out(base_folder):
 
 def test_the_steps_of_a_speedrun_are_noted(base_folder):
     with pytest.raises(SystemExit):
-        once("bad", [], [], [sys.executable, "-c", "raise SystemExit(7)"])
-    once("good", [], [], [sys.executable, "-c", "import time; time.sleep(0.2)"])
+        once([sys.executable, "-c", "raise SystemExit(7)", "scripts.bad", "--data=x"])
+    once([sys.executable, "-c", "import time; time.sleep(0.2)", "scripts.good", "--data=x"])
     bad, good = state()["steps"]
-    assert (bad["name"], bad["code"], good["name"], good["code"]) == ("bad", 7, "good", 0)
+    assert (bad["name"], bad["code"], good["name"], good["code"]) == ("bad-x", 7, "good-x", 0)
     assert 0.2 < good["ended"] - good["began"] < time.time() - bad["began"]
 
 

@@ -7,17 +7,17 @@ from nanochat.data.shard_reader import OFFLINE, iter_texts
 from nanochat.data.tokenizer import (
     FILE_NAME,
     SPECIAL_TOKENS,
-    SPLIT_PATTERN,
     Tokenizer,
     byte_alphabet,
     get_tokenizer,
+    split_pattern,
     tokenizer_dir,
 )
 from nanochat.runtime.progress import progress
 
 # In training a run of more than 64 letters or signs (base64, DNA, a line of dashes) is cut as well: for such a piece
 # learning costs length times number of merges, minutes for a single megabyte, and teaches nothing.
-TRAINING_PATTERN = SPLIT_PATTERN.replace(r"\p{M}]*", r"\p{M}]{0,63}").replace(r"\p{N}]+", r"\p{N}]{1,64}")
+TRAINING_PATTERN = split_pattern(letters="{0,63}", signs="{1,64}")
 
 EMBEDDED_VOCAB_SIZE = 8192  # of a tokenizer that is made because there is none
 MAX_CHARS = 2_000_000_000   # read at most

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
-from nanochat.corpus.own_files import KIND, own_documents, own_path
+from nanochat.corpus.own_files import DATA_FILE, own_documents, own_path
 from nanochat.corpus.shards import build
 from nanochat.data.shard_reader import NAMED, OFFLINE, REMOTE, data_shares, dataset_dir, load_manifest, shard_texts
 from nanochat.runtime.errors import UserError, did_you_mean
@@ -109,7 +109,7 @@ def write_manifest(folder: Path, name: str, settings: dict, shards: list[dict], 
 def default_name(source: str) -> str:
     """The data set's name if none was given: the source's own, without folders and suffixes."""
     path = source.split(":")[1] if source.startswith("hf:") else source
-    return KIND.sub("", Path(path).name)
+    return DATA_FILE.sub("", Path(path).name)
 
 
 def check_name(name: str, source: str) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from nanochat.corpus.markup import markdown
 from nanochat.corpus.own_files import (
-    KINDS,
-    LIBRARY_KIND,
-    TEXTS,
+    EXPECTED,
+    LIBRARY_FILE,
+    TEXT_SUFFIXES,
     Notes,
     file_texts,
     files_below,
@@ -73,7 +73,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         path = own_path(source, "python, or a folder or file of your own")
         source = str(path)
         files = fingerprint(source)  # before they are read: a file that changes meanwhile is noticed
-        name = name or LIBRARY_KIND.sub("", path.name)
+        name = name or LIBRARY_FILE.sub("", path.name)
         passages = file_passages(path, encoding, field, notes)
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
@@ -99,7 +99,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
             notes = Notes(list, {UNREAD: notes[UNREAD]} if notes[UNREAD] else {})
         say(notes)
         if not count:
-            raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
+            raise UserError(f"nothing to read in {source}: expected text in {EXPECTED}")
         for context, text in database.execute("SELECT context, text FROM passages"):
             counts.update(words(f"{context} {text}"))
         database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
@@ -178,11 +178,11 @@ def open_library(file: str | None, copying: bool = True) -> Tools:
 
 def file_passages(source: Path, encoding: str, field: str, notes: Notes) -> Iterator[tuple[str, str, str, str]]:
     """(title, text, place, context) of all files' passages; what could not be read is noted."""
-    for file in files_below(source, notes, LIBRARY_KIND):
+    for file in files_below(source, notes, LIBRARY_FILE):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
-        stem = LIBRARY_KIND.sub("", Path(name).name)
+        stem = LIBRARY_FILE.sub("", Path(name).name)
         kind = kind_of(file)
-        has_lines = kind in TEXTS and kind != "html"
+        has_lines = kind in TEXT_SUFFIXES and kind != "html"
         before = 0  # lines before this text of the file
         try:
             for row, text in enumerate(file_texts(file, encoding, PIECE, notes, field), start=1):

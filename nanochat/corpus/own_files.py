@@ -30,12 +30,13 @@ MAX_CHARS = 64 << 10       # a text file longer than this becomes several docume
 FEW_FILES = 200
 SHORT_CHARS = 2000         # then a document may be as short as this; shorter only if there is one file
 SAMPLE = 1 << 20           # characters that are read at a time, and bytes for guessing the encoding
-KIND = re.compile(r"\.(txt|md|markdown|rst|jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst|\.bz2|\.xz)?$", re.IGNORECASE)
-LIBRARY_KIND = re.compile(KIND.pattern.replace("txt", "txt|org|html"), re.IGNORECASE)  # what only libraries read, too
-KINDS = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2/.xz of them)"
-TEXTS = ("txt", "md", "markdown", "rst", "org", "html")
-NOT_READ = (f"are not read (expected {KINDS}, for a library also .org and .html; .docx, .odt and .epub become .md by "
-            "pandoc FILE -o FILE.md, .pdf becomes .txt by pdftotext FILE)")
+SUFFIXES = "txt|md|markdown|rst|jsonl|ndjson|json|csv|tsv|parquet"
+DATA_FILE, LIBRARY_FILE = (re.compile(rf"\.({suffixes})(\.gz|\.zst|\.bz2|\.xz)?$", re.IGNORECASE)
+                           for suffixes in (SUFFIXES, f"{SUFFIXES}|org|html"))
+EXPECTED = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2/.xz of them)"
+TEXT_SUFFIXES = ("txt", "md", "markdown", "rst", "org", "html")
+NOT_READ = (f"are not read (expected {EXPECTED}, for a library also .org and .html; .docx, .odt and .epub become .md "
+            "by pandoc FILE -o FILE.md, .pdf becomes .txt by pdftotext FILE)")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # Data sets write these between stories. Only whole lines: a text may mention these words.
 SEPARATOR = re.compile(r"^(?:<\|endoftext\|>|<\|end_of_text\|>|</s>)[ \t\r]{0,9}(?:\n|\Z)", re.MULTILINE)
@@ -46,7 +47,7 @@ NOT_ASCII = re.compile(r"[^\0-\x7f\ufffd]")
 CENTRAL = re.compile(r"[šžŠŽ³¹¾þ]|õ(?!e)|º(?=\w)")
 
 Documents = Iterator[tuple[str, str]]  # text, kin: see sources.py
-Rows = Iterator[tuple[str, Any]]       # the place, for messages; a dict of fields or a text
+Records = Iterator[tuple[str, Any]]    # the place, for messages; a dict of fields or a text
 Notes = defaultdict[str, list[str]]    # what to tell the user about files -> the files
 
 
@@ -56,7 +57,7 @@ class NotText(UserError):
 
 def own_documents(path: Path, encoding: str, field: str) -> Documents:
     """
-    (text, kin) of a file, or of all files of the KINDS in a folder; a summary at the end lists what was not read, or
+    (text, kin) of a file, or of all files of the EXPECTED in a folder; a summary at the end lists what was not read, or
     changed. UserError, with its place, for anything that is wrong.
 
     encoding: see `encoding_of`. field: where the text of a row is.
@@ -64,7 +65,7 @@ def own_documents(path: Path, encoding: str, field: str) -> Documents:
     notes = Notes(list)
     files = files_below(path, notes)
     if not files:
-        raise UserError(f"no documents in {path}: expected {KINDS}")
+        raise UserError(f"no documents in {path}: expected {EXPECTED}")
     documents, problem = 0, None
     for file in files:
         most = MAX_CHARS
@@ -105,7 +106,7 @@ def own_path(source: str, expected: str) -> Path:
     return path
 
 
-def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> list[Path]:
+def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = DATA_FILE) -> list[Path]:
     """
     The file, or all files below a folder whose names match `kind`, in a fixed order. Names that begin with a dot are
     left out. Linked files are read, linked folders are not: links may form a circle.
@@ -129,7 +130,7 @@ def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = KIND) -> lis
 def fingerprint(source: str) -> str:
     """A hash of the names, sizes and times of the files that a library reads; "" if there are none."""
     digest = hashlib.sha256()
-    files = files_below(Path(source), Notes(list), LIBRARY_KIND)
+    files = files_below(Path(source), Notes(list), LIBRARY_FILE)
     for file in files:
         # An editor that saves may have removed it in the meantime.
         with contextlib.suppress(FileNotFoundError):
@@ -147,8 +148,8 @@ def say(notes: Notes) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """The last suffix of a file of one of the KINDS, except a compression's suffix."""
-    return LIBRARY_KIND.findall(path.name)[0][0].lower()
+    """The last suffix of a file of one of the EXPECTED, except a compression's suffix."""
+    return LIBRARY_FILE.findall(path.name)[0][0].lower()
 
 
 def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str) -> Iterator[str]:
@@ -158,7 +159,7 @@ def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str) -
         rows = parquet_rows(path, field)
     else:
         encoding = encoding_of(path, encoding, notes)
-        if kind in TEXTS:
+        if kind in TEXT_SUFFIXES:
             with open_text(path, encoding) as file:
                 yield from cut_text(file, most)
             return
@@ -279,7 +280,7 @@ def cut_text(file: TextIO, most: int) -> Iterator[str]:
 
 # ---- Rows of a file
 
-def json_rows(path: Path, encoding: str, whole: bool = True) -> Rows:
+def json_rows(path: Path, encoding: str, whole: bool = True) -> Records:
     """whole: the entries of a list, or a single object. Else, or if the file is neither, one row per line."""
     with open_text(path, encoding) as file:
         lines: Iterable[str] = file
@@ -303,7 +304,7 @@ def json_rows(path: Path, encoding: str, whole: bool = True) -> Rows:
                 yield f"{path}, line {number}", row
 
 
-def csv_rows(path: Path, encoding: str, field: str) -> Rows:
+def csv_rows(path: Path, encoding: str, field: str) -> Records:
     """
     The rows, with the first line's names. Between fields of .csv is the one of , ; tab and | that finds the field among
     the names, or else most names.
@@ -336,7 +337,7 @@ def csv_rows(path: Path, encoding: str, field: str) -> Rows:
                             "fields, and with quotation marks doubled in quotations") from error
 
 
-def parquet_rows(path: Path, field: str) -> Rows:
+def parquet_rows(path: Path, field: str) -> Records:
     if not path.stat().st_size:
         return
     # Opened by Python, as in open_bytes.

@@ -8,8 +8,8 @@ Every choice is uniform over n equally likely alternatives, and every text has e
 texts to show this). The probability of a text is therefore the product of the 1/n of its choices, which are counted as
 they are drawn. Bits per byte above this floor measure how much a model has not learned.
 
-About every second fact has one phrasing that is held out, always and for every seed: `held_out_questions()`. A model
-that answers them has combined a fact that it knows with a phrasing that it knows; it cannot have memorised the answer.
+About every second fact has one phrasing that is held out, always and for every seed. A model that answers it (the task
+tinyworld:facts) has combined a fact that it knows with a phrasing that it knows; it cannot have memorised the answer.
 """
 import hashlib
 import math
@@ -85,11 +85,6 @@ class Fact(NamedTuple):
     templates: tuple[str, ...]     # of all its tellings
 
 
-class Question(NamedTuple):
-    prompt: str  # a document may begin with it; a space and the answer must follow, then "."
-    answer: str
-
-
 class Document(NamedTuple):
     text: str    # one line, sentences separated by one space, each ending in "."
     bits: float  # -log2 of the probability that a document begins with this text
@@ -154,12 +149,6 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[s
     held_out = held_out_telling(f"{noun or None}: {slots['s']}", answer_last, slots["a"])
     kept = tuple(telling for telling in tellings if telling != held_out)
     return Fact(topic, slots["a"], kept, held_out, noun, slots, templates)
-
-
-@cache
-def held_out_questions() -> tuple[Question, ...]:
-    """Questions that occur in no document, although each one's fact and phrasing occur separately."""
-    return tuple(Question(as_prompt(fact.held_out, fact.answer), fact.answer) for fact in facts() if fact.held_out)
 
 
 @cache
@@ -245,23 +234,16 @@ def generate(seed: int, index: int) -> Document:
 
 # ---- The entropy of a data set --------------------------------------------------------------------------------------
 
-def validation_documents(data: str) -> list[Document] | None:
+def entropy_floor(data: str) -> float | None:
     """
-    The validation documents of a data set with their bits, in the order of the shard. None if the data set has another
-    source, or if another version of this module made it.
+    Bits per byte of a data set's validation documents under the process that made them. None if the data set has
+    another source, or if another version of this module made it.
     """
     manifest = load_manifest(data)
     if manifest["source"] != "tinyworld":
         return None
-    texts = list(iter_texts(data, "val"))
     documents = [generate(manifest["seed"], index) for index in manifest["val_indices"]]
-    return documents if [document.text for document in documents] == texts else None
-
-
-def entropy_floor(data: str) -> float | None:
-    """Bits per byte of the validation documents under the process that made them, if it is known; else None."""
-    documents = validation_documents(data)
-    if documents is None:
+    if [document.text for document in documents] != list(iter_texts(data, "val")):
         return None
     return sum(made.bits for made in documents) / sum(len(made.text.encode()) for made in documents)
 

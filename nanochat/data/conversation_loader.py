@@ -19,7 +19,7 @@ from torch import Tensor
 from nanochat.data.batch_shape import BatchShape, document_offsets
 from nanochat.data.best_fit import WaitingItems
 from nanochat.data.conversation import Conversation, render_parts
-from nanochat.data.padding import Row, on_device, padded_batch, padded_length
+from nanochat.data.padding import WeightedTokens, on_device, padded_batch, padded_length
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.console import print0
@@ -27,7 +27,7 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.processes import in_processes
 from nanochat.runtime.progress import progress
 
-Rows = list[list[int]]      # for each row the numbers of its conversations (or parts of a long one)
+PackedRows = list[list[int]]  # for each row the numbers of its conversations (or parts of a long one)
 BUFFER_CONVERSATIONS = 512  # best fit chooses among these; more fill rows better but keep less of the shuffled order
 
 
@@ -88,7 +88,7 @@ class RenderedConversations:
         """Total tokens of these conversations."""
         return int(self.lengths[indices].sum())
 
-    def read(self, indices: list[int]) -> Row:
+    def read(self, indices: list[int]) -> WeightedTokens:
         """These conversations end to end; each token of an answer weighs 1."""
         where = np.concatenate([np.arange(self.starts[i], self.starts[i] + self.lengths[i]) for i in indices])
         return self.ids[where], self.masks[where]
@@ -99,13 +99,13 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
     return np.random.default_rng([seed, epoch]).permutation(count).tolist()
 
 
-def pack(lengths: Sequence[int], conversations: list[int], row_len: int) -> Rows:
+def pack(lengths: Sequence[int], conversations: list[int], row_len: int) -> PackedRows:
     """
     Rows of at most row_len tokens, each conversation whole in exactly one row: best fit among the next
     BUFFER_CONVERSATIONS, see best_fit.py. A row ends when none of them fits.
     """
     upcoming = iter(conversations)
-    rows: Rows = []
+    rows: PackedRows = []
     waiting = WaitingItems()
     while True:
         while len(waiting.items) < BUFFER_CONVERSATIONS and (index := next(upcoming, None)) is not None:
@@ -124,7 +124,7 @@ def pack(lengths: Sequence[int], conversations: list[int], row_len: int) -> Rows
         rows.append(row)
 
 
-def balance(lengths: Any, conversations: list[int], unit: int, row_len: int) -> Rows:
+def balance(lengths: Any, conversations: list[int], unit: int, row_len: int) -> PackedRows:
     """
     These conversations in rows of about equal length, at most row_len tokens each. The number of rows is the smallest
     multiple of `unit` that works. The longest conversation goes first; each goes to the shortest row.
@@ -142,7 +142,7 @@ def balance(lengths: Any, conversations: list[int], unit: int, row_len: int) -> 
 
 
 def conversation_loader(
-    conversations: RenderedConversations, steps: list[Rows], shape: BatchShape, pad: bool, start_step: int = 0,
+    conversations: RenderedConversations, steps: list[PackedRows], shape: BatchShape, pad: bool, start_step: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """
     Yields for each micro-step of this rank, from the first of start_step on: inputs and targets, (B, T) int64, and

@@ -41,6 +41,11 @@ Waiting = tuple[int, int, int]
 Span = tuple[np.ndarray, int, int]
 
 
+def with_bos(start: int, end: int) -> int:
+    """Tokens that a span takes in a row: <|bos|> comes before it."""
+    return end - start + 1
+
+
 class Batch(NamedTuple):
     inputs: Tensor      # (B, T) int64
     targets: Tensor     # (B, T) int64, one position ahead of the inputs; −1 in missing rows
@@ -118,7 +123,7 @@ class RowPlanner:
         self.ordinal = state["ordinal"]  # number of spans that have waited so far
         self.waiting = WaitingItems()
         for ordinal, shard, start, end in state["buffer"]:
-            self.waiting.add(ordinal, (end - start + 1, shard, start, end))
+            self.waiting.add(ordinal, (with_bos(start, end), shard, start, end))
 
     def state(self) -> dict:
         """Everything that future rows depend on, as JSON."""
@@ -140,7 +145,7 @@ class RowPlanner:
                 ends = offsets[1:][documents].tolist()
                 for document_position, (start, end) in enumerate(zip(starts, ends), first_document + 1):
                     if end > start:
-                        epoch_tokens += end - start + 1
+                        epoch_tokens += with_bos(start, end)
                         self.position = epoch, shard_position, document_position, epoch_tokens
                         yield shard, start, end
                 first_document = 0
@@ -158,8 +163,7 @@ class RowPlanner:
         return np.random.default_rng([self.seed, *key]).permutation(size)
 
     def enqueue(self, shard: int, start: int, end: int) -> None:
-        # One token more than the span, for <|bos|>.
-        self.waiting.add(self.ordinal, (end - start + 1, shard, start, end))
+        self.waiting.add(self.ordinal, (with_bos(start, end), shard, start, end))
         self.ordinal += 1
 
     def next_row(self) -> list[Span]:
@@ -173,13 +177,12 @@ class RowPlanner:
             else:
                 length, shard, start, end = self.waiting.take_oldest()
             if length > space:
-                # The <|bos|> takes one place.
-                cut = start + space - 1
+                cut = end - (length - space)
                 self.enqueue(shard, cut, end)
-                end = cut
+                end, length = cut, space
             tokens, _ = self.shards.load(shard)
             row.append((tokens, start, end))
-            space -= end - start + 1
+            space -= length
         return row
 
 
@@ -281,7 +284,7 @@ def batches_on_host(planner: Planner, shape: BatchShape, rows_per_step: int, num
             # A clone, because with a single row a view would share memory with the inputs.
             targets = tokens[:, 1:].clone()
             targets[len(own) :] = -1
-            lengths = [[end - start + 1 for _, start, end in row] for row in own]
+            lengths = [[with_bos(start, end) for _, start, end in row] for row in own]
             cu_seqlens = document_offsets(lengths, shape.device_batch_size, shape.max_seq_len)
             if shape.device.type == "cuda":
                 inputs, targets, cu_seqlens = (tensor.pin_memory() for tensor in (inputs, targets, cu_seqlens))

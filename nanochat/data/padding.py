@@ -11,11 +11,12 @@ GPU_LENGTHS = (256, 1024)
 # On a CPU one compilation serves all lengths. A multiple of this keeps vector instructions full.
 CPU_MULTIPLE = 8
 
-Row = tuple[list[int] | np.ndarray, list[float] | np.ndarray]  # tokens, and the weight of each token as a target
+# A row: tokens, and the weight of each token as a target.
+WeightedTokens = tuple[list[int] | np.ndarray, list[float] | np.ndarray]
 
 
 def padded_batch(
-    rows: Sequence[Row], batch_size: int, length: int, device: torch.device
+    rows: Sequence[WeightedTokens], batch_size: int, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
     (inputs, targets, weights), each (batch_size, length), of rows of at most length + 1 tokens; int64, int64, float32.

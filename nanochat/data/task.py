@@ -20,7 +20,8 @@ class Task(Sequence):
     name = ""                                                    # its row in the report
     eval_type: Literal["categorical", "generative"] | None = None  # how it is measured; None: only to train on
     held_out = True                                              # its test split is not trained on
-    library: Any = None         # what answers search: a file, an object with lookup and search; None: Python's
+    library: str | None = None                                   # name or file of what answers search; None: Python's
+    notes: Any = None           # an object with lookup and search that answers instead
 
     def conversation(self, index: int) -> Conversation:
         """Conversation 0 <= index < len(self): a pure function of the task and the index."""
@@ -57,8 +58,9 @@ class Slice(Task):
 
     def __init__(self, task: Task, indices: Sequence[int]) -> None:
         self.task, self.indices = task, indices
-        self.name, self.eval_type, self.library, self.held_out = task.name, task.eval_type, task.library, task.held_out
-        self.evaluate = task.evaluate   # an attribute replaces the class's method: the task judges
+        # The task judges: an attribute replaces the class's method.
+        for name in ("name", "eval_type", "held_out", "library", "notes", "evaluate"):
+            setattr(self, name, getattr(task, name))
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanochat.data.padding import Row
+from nanochat.data.padding import WeightedTokens
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import score_rows, target_row
 from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
@@ -45,7 +45,7 @@ class CoreTask(NamedTuple):
     path: Path          # one item per line, as JSON
 
 
-class Item(NamedTuple):
+class CoreItem(NamedTuple):
     variants: list[str]  # the texts among which the model chooses; in language modelling without and with the ending
     gold: int            # index of the right variant
 
@@ -90,7 +90,7 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
     return tasks
 
 
-def load_items(task: CoreTask) -> list[Item]:
+def load_items(task: CoreTask) -> list[CoreItem]:
     """A task's items, shuffled as every evaluator does, so the first few are a sample. UserError if one is damaged."""
     lines = task.path.read_bytes().splitlines()  # a str would also split at U+2028
     try:
@@ -101,22 +101,22 @@ def load_items(task: CoreTask) -> list[Item]:
     return items
 
 
-def item_of(task: CoreTask, fields: dict) -> Item:
+def item_of(task: CoreTask, fields: dict) -> CoreItem:
     """An item from a line of the task's file."""
     if task.kind == "language_modeling":
         before = fields["context"].strip() + task.delimiter
-        return Item([before, before + fields["continuation"]], 1)
+        return CoreItem([before, before + fields["continuation"]], 1)
     if task.kind == "schema":
         variants = [context + task.delimiter + fields["continuation"] for context in fields["context_options"]]
     else:
         variants = [fields["query"] + task.delimiter + choice for choice in fields["choices"]]
-    return Item(variants, fields["gold"])
+    return CoreItem(variants, fields["gold"])
 
 
 # ---- From items to rows of tokens
 
 
-def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
+def prompts_of(task: CoreTask, items: list[CoreItem], index: int) -> list[str]:
     """The item's variants, each after the same examples."""
     others = items[:index] + items[index + 1 :]
     drawn = random.Random(1234 + index).sample(others, min(task.num_fewshot, len(others)))
@@ -128,7 +128,9 @@ def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
     return texts
 
 
-def rows_of(task: CoreTask, items: list[Item], index: int, tokenizer: Tokenizer, longest: int) -> list[Row]:
+def rows_of(
+    task: CoreTask, items: list[CoreItem], index: int, tokenizer: Tokenizer, longest: int
+) -> list[WeightedTokens]:
     """The rows of an item's variants, cut after <|bos|> to `longest` tokens. At least one token counts."""
     encoded = tokenizer.encode(prompts_of(task, items, index), prepend="<|bos|>")
     from_end = task.kind == "schema"

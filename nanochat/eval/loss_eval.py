@@ -1,4 +1,4 @@
-"""How well a model predicts text: bits per byte, a loss that does not depend on the tokenizer, and exact answers."""
+"""How well a model predicts text: bits per byte, a loss that does not depend on the tokenizer, and scores of rows."""
 import itertools
 import math
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader, validation_rows
-from nanochat.data.padding import Row, padded_batch
+from nanochat.data.padding import WeightedTokens, padded_batch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import all_reduce_sum, from_rank0, rank_and_size
 from nanochat.runtime.console import print0
@@ -62,42 +62,7 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | No
     return torch.stack([losses.sum(dtype=sum_dtype(inputs.device)), target_bytes.sum()])
 
 
-def evaluate_documents(
-    model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
-) -> float:
-    """
-    Bits per byte of whole documents, in windows: a row is <|bos|> and the next sequence_len tokens, so every token
-    is a target exactly once. documents: token ids that begin with <|bos|>, the same on every rank. COLLECTIVE.
-    """
-    device = next(model.parameters()).device
-    length = model.config.sequence_len
-    rows = []
-    for bos, *tokens in documents:
-        for start in range(0, len(tokens), length):
-            rows.append(target_row([bos, *tokens[start : start + length]], 1))
-    rank, world_size = rank_and_size()
-    batches = group_by_length(rows, tokens_per_forward)[rank::world_size]
-    whole = ((*collate(rows, indices, device), None) for indices in batches)
-    return evaluate_bpb(model, whole, len(batches), token_bytes)
-
-
-@torch.no_grad()
-def greedy_completes(
-    model, tokenizer: Tokenizer, pairs: list[tuple[str, str]], tokens_per_forward: int
-) -> list[bool]:
-    """
-    Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch is enough: greedy
-    decoding gives the expected tokens if and only if each is the most likely one after those before it. A text that
-    does not fit into a row of the model is not completed. COLLECTIVE.
-    """
-    prompts = tokenizer.encode([prompt for prompt, _ in pairs], prepend="<|bos|>")
-    texts = tokenizer.encode([prompt + completion for prompt, completion in pairs], prepend="<|bos|>")
-    rows = [target_row(text, len(prompt)) for prompt, text in zip(prompts, texts)]
-    wrong = score_rows(model, rows, tokens_per_forward, greedily=True)
-    return [count == 0 and len(text) <= model.config.sequence_len + 1 for count, text in zip(wrong, texts)]
-
-
-def score_rows(model, rows: list[Row], tokens_per_forward: int, greedily: bool) -> list[float]:
+def score_rows(model, rows: list[WeightedTokens], tokens_per_forward: int, greedily: bool) -> list[float]:
     """
     For each row the mean loss of its targets, in nats; or, greedily, how many of its targets are not the most likely
     token. COLLECTIVE: each rank has its own rows, but with sharded parameters every forward pass is a collective.
@@ -130,12 +95,12 @@ def score_rows(model, rows: list[Row], tokens_per_forward: int, greedily: bool) 
 # ---- Rows of any length in padded batches
 
 
-def target_row(tokens: list[int], start: int) -> Row:
+def target_row(tokens: list[int], start: int) -> WeightedTokens:
     """A row whose targets are the tokens from `start` on."""
     return tokens, [0.0] * start + [1.0] * (len(tokens) - start)
 
 
-def group_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]:
+def group_by_length(rows: list[WeightedTokens], tokens_per_forward: int) -> list[list[int]]:
     """
     The rows' indices in batches of similar lengths: rows times length, padding included, is at most
     tokens_per_forward. A longer row is a batch of its own.
@@ -150,7 +115,7 @@ def group_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]
     return batches
 
 
-def collate(rows: list[Row], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def collate(rows: list[WeightedTokens], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """
     inputs and targets of the rows with these indices, (B, T): T + 1 is the longest row's length; positions without a
     target have −1. Without indices there is one row of zeros, so a forward pass has something to compute.

@@ -104,8 +104,7 @@ def generate_answers(
     """num_samples answers to each of these problems of a task; a problem's index seeds its samples."""
     prompts = [render_prompt(tokenizer, task[index]) for index in indices]
     seeded = [seed_with(sampling, index) for index in indices]
-    library = task.library
-    tools = open_tools(library, copying) if isinstance(library, str | None) else Tools(library, copying)
+    tools = Tools(task.notes, copying) if task.notes else open_tools(task.library, copying)
     longest = max(map(len, prompts), default=0) + sampling.max_tokens
     engine = Engine(model, tokenizer, batch_size, longest, tools)
     answers = engine.generate(prompts, seeded, num_samples, truncate=True)

@@ -10,6 +10,6 @@ def compile_model(model: GPT) -> None:
             module.compile_body(device)
         elif isinstance(module, Embedding) and module.weight.is_cuda:
             # Here, because Triton comes with torch for CUDA only.
-            from nanochat.model.triton_kernels import Lookup
+            from nanochat.model.triton_kernels import EmbeddingLookup
 
-            module.lookup = Lookup.apply
+            module.lookup = EmbeddingLookup.apply

@@ -40,7 +40,11 @@ NORM_EPS = 1.1920929e-07
 
 
 class Positions(NamedTuple):
-    """Where the tokens of a batch of rows stand."""
+    """
+    Where the tokens of a batch of rows stand. For three callers: training and evaluation (`GPT.positions`: cos, sin and
+    one of cu_seqlens and doc_start), the last block on a CPU (adds loss_positions), decoding (cos, sin, previous and
+    attend).
+    """
 
     cos: Tensor  # (T, D/2) float32, like sin: see `rotary_angles`
     sin: Tensor
@@ -118,7 +122,7 @@ class RotatedNorm(torch.autograd.Function):
         return rotate(scale * (grad - wide * along), cos, -sin).type_as(y), None, None, None
 
 
-class Gate(nn.Linear):
+class SigmoidGate(nn.Linear):
     """
     Numbers in (0, limit), one for each output, from the first channels of x (…, C); zero weights give limit/2.
     inputs, limit: only with config.narrow_gates; else 32 and 2.
@@ -158,7 +162,7 @@ class TokenEmbedding(Embedding):
         super().__init__(config.padded_vocab_size, config.n_embd)
         self.smear = None
         if config.smear:
-            self.smear = Gate(config, 1, inputs=24, limit=1)
+            self.smear = SigmoidGate(config, 1, inputs=24, limit=1)
             self.smear_scale = nn.Parameter(torch.empty(1))
 
     def forward(
@@ -193,7 +197,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_gate = None
         if config.value_embeddings and (config.n_layer - 1 - layer) % 2 == 0:
-            self.value_gate = Gate(config, config.n_kv_head, inputs=12, limit=3)
+            self.value_gate = SigmoidGate(config, config.n_kv_head, inputs=12, limit=3)
         self.products = Products()
 
     def forward(
@@ -221,7 +225,11 @@ class CausalSelfAttention(nn.Module):
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The normalized stream (B, T, C), its queries (B, T, H, D), keys and values (B, T, H_kv, D)."""
+        """
+        The normalized stream (B, T, C), its queries (B, T, H, D), keys and values (B, T, H_kv, D). On a CPU this is
+        compiled. `heads` returns views of one product, which would be kept whole for the backward pass and reach
+        attention in another layout in training than in evaluations: here they are copied.
+        """
         normed = norm(x)
         return normed, *[heads.contiguous() for heads in self.heads(normed, cos, sin)]
 
@@ -264,6 +272,8 @@ class Block(nn.Module):
         super().__init__()
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config)
+        # A table of vectors, one for each token, which attention adds to its values v: the "value embedding". The name
+        # is that of the weights in checkpoints.
         self.values = None
         if self.attn.value_gate:
             self.values = ValueEmbedding(config.padded_vocab_size, config.n_kv_head * config.head_dim)
@@ -372,14 +382,6 @@ class GPT(nn.Module):
         self.lm_head = Head(config)
         # True: recompute each block in the backward pass.
         self.activation_checkpointing = False
-        # Of those in `estimate_flops`, what `forward` has left out since this was last set to 0.
-        self.flops_left_out = 0
-
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Draw all weights in place."""
-        for name, p in self.named_parameters():
-            p.copy_(self.draw(name, seed))
 
     def draw(self, name: str, seed: int) -> Tensor:
         """
@@ -500,10 +502,6 @@ class GPT(nn.Module):
             if 1 < counts.sum() < counts.numel():
                 loss_positions = counts.flatten().nonzero()[:, 0]
                 targets, weights = (t if t is None else t.flatten()[loss_positions] for t in (targets, weights))
-                width = self.config.n_embd
-                # Attention's output (width²), the MLP (8 width²) and the head, forward and backward.
-                flops = 6 * width * (9 * width + self.config.padded_vocab_size)
-                self.flops_left_out += flops * (counts.numel() - len(loss_positions))
         return self.lm_head(self.hidden(tokens, cu_seqlens, loss_positions), targets, weights, reduction)
 
     def cu_seqlens_of(self, tokens: Tensor) -> Tensor:

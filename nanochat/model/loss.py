@@ -5,7 +5,7 @@ The logits are the largest tensor of a step (tokens x vocabulary). Here they exi
 product with the head; softcap, sums and gradient in one fused kernel; both products of the backward pass, on a CPU
 while the chunk is still in its cache. Only tensors of the inputs' sizes are kept for the backward pass, no logits.
 """
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import ceil
 
 import torch
@@ -25,7 +25,7 @@ def softcapped_cross_entropy(
     vocab_size: int,
     softcap: float | None,
     weights: Tensor | None = None,
-    products: Callable = HeadProducts,
+    head_products: type = HeadProducts,
 ) -> Tensor:
     """
     Sum over the targets of −log softmax(softcap · tanh(x headᵀ / softcap))[target], in float32, a scalar.
@@ -34,11 +34,11 @@ def softcapped_cross_entropy(
     targets: (N,) int64, negative where there is nothing to predict; a target in the padding has infinite loss;
     softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, a factor for each target's loss.
     Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None), and to
-    weights: each target's loss. products: multiplies with the head.
+    weights: each target's loss. head_products: the class that multiplies with the head.
     """
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
-    return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, products)
+    return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, head_products)
 
 
 def token_losses(
@@ -67,34 +67,34 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         vocab_size: int,
         softcap: float | None,
-        products: Callable = HeadProducts,
+        head_products: type = HeadProducts,
     ) -> Tensor:
-        multiply = products(head)
+        multiply = head_products(head)
         real = real_columns(head, vocab_size)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x)
         # The sum over chunks is taken in float32.
         grad_head = torch.zeros_like(head, dtype=torch.float32)
-        token_losses = torch.empty_like(weights)
+        each_loss = torch.empty_like(weights)
         start = 0
         for rows, row_targets, row_weights in row_chunks(head.size(0), x, targets.clamp(min=0), weights):
             losses, total, grad = losses_and_gradient(multiply.logits(rows), row_targets, real, softcap)
             loss += (losses * row_weights).sum()
             to_rows, to_head = multiply.gradients(grad, total, row_weights, rows)
             grad_x[start : start + len(rows)] = to_rows
-            token_losses[start : start + len(rows)] = losses
+            each_loss[start : start + len(rows)] = losses
             start += len(rows)
             compiled(add_to)(grad_head, to_head)
             del to_rows, to_head
-        ctx.save_for_backward(grad_x, grad_head, token_losses)
+        ctx.save_for_backward(grad_x, grad_head, each_loss)
         ctx.head_dtype = head.grad_dtype or torch.float32
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
-        grad_x, grad_head, token_losses = ctx.saved_tensors
+        grad_x, grad_head, each_loss = ctx.saved_tensors
         grad_x = grad_x * grad_loss.to(grad_x.dtype)
-        return grad_x, (grad_head * grad_loss).to(ctx.head_dtype), None, token_losses * grad_loss, None, None, None
+        return grad_x, (grad_head * grad_loss).to(ctx.head_dtype), None, each_loss * grad_loss, None, None, None
 
 
 def row_chunks(vocab: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

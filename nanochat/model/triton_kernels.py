@@ -49,7 +49,7 @@ def cast_kernel(
 PLACES, COLUMNS = 64, 512
 
 
-class Lookup(torch.autograd.Function):
+class EmbeddingLookup(torch.autograd.Function):
     """F.embedding."""
 
     @staticmethod

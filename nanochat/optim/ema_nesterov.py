@@ -34,7 +34,7 @@ class EMANesterov:
     are sent, evaluated and saved. With a rate of 0 it only averages them.
     """
 
-    kind = "look_ahead"  # the name of its state in checkpoints, of older versions as well
+    kind = "ema_nesterov"
 
     def __init__(self, shards: list[Shard], distance: float):
         """distance: β at the highest learning rate; β falls with the rate."""

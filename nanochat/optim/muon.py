@@ -127,12 +127,13 @@ class MatrixExchange:
         self.nothing = torch.empty(0, dtype=sharding.dtype, device=sharding.device)
         rank = sharding.shard_rank
 
-        # Every rank lists all shards in the same order, by their matrix's owner, so messages need no names.
-        shards = [(name, r) for name in sorted(ranges, key=owners.get) for r in ranges[name]]
-        self.kept = {name: r.size for name, r in shards if r.rank == rank}  # elements, in order of sending
+        # Every rank lists all pieces in the same order, by their matrix's owner, so messages need no names.
+        pieces = [(name, r) for name in sorted(ranges, key=owners.get) for r in ranges[name]]
+        self.kept = {name: r.size for name, r in pieces if r.rank == rank}  # elements, in order of sending
         self.owned = [name for name in ranges if owners[name] == rank]
-        self.shards = [shard for shard in shards if owners[shard[0]] == rank]  # of these, matrix by matrix
-        self.arriving = sorted(self.shards, key=lambda shard: shard[1].rank)   # in order of arrival
+        # Pieces of the owned matrices, matrix by matrix, and in order of arrival.
+        self.pieces_owned = [piece for piece in pieces if owners[piece[0]] == rank]
+        self.arriving = sorted(self.pieces_owned, key=lambda piece: piece[1].rank)
         # Elements to each owner, and from each rank.
         self.outgoing = [0] * self.ranks
         self.incoming = [0] * self.ranks
@@ -150,7 +151,7 @@ class MatrixExchange:
         received = self.finish()
         if self.ranks > 1:
             parts = dict(zip(self.arriving, received.split([r.size for _, r in self.arriving])))
-            received = torch.cat([received[:0], *(parts[shard] for shard in self.shards)])
+            received = torch.cat([received[:0], *(parts[piece] for piece in self.pieces_owned)])
         return received.view(len(self.owned), *self.shape)
 
     def send_back(self, stack: Tensor) -> None:

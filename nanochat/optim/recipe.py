@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import LARGE_DEPTH
+from nanochat.optim.schedule import Rates, lr_multiplier, warmdown_left
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 
@@ -39,6 +40,24 @@ class Recipe(NamedTuple):
     final_lr_frac: float = 0.0          # learning rate at the end, as a share of the highest
     ema_nesterov: float = 0.0           # in mid-run, each step adds this factor times the mean update; 0: none
     final_average: float = 0.0          # share of EMA-Nesterov's average in the weights after the last step
+
+    def at(self, step: int, num_iterations: int, scale: float = 1.0) -> Rates:
+        """The rates of a step. scale: multiplies both learning rates."""
+        muon, adamw = (scale * lr_multiplier(step, num_iterations, ratio, self.warmup_steps, self.final_lr_frac)
+                       for ratio in (self.warmdown_ratio, self.adamw_warmdown_ratio))
+        done = step / num_iterations
+        # EMA-Nesterov moves the weights ahead in mid-run only: early moves say little about later ones, and in the
+        # warmdown the weights come to rest. Steps 500 to 2,400 of 3,150 in modded-nanogpt's pull request 308, 300 to
+        # 1,950 of 2,900 in 309.
+        ahead = muon if 0.15 <= done < 0.75 else 0.0
+        # Muon's momentum rises: early gradients turn too fast to be averaged for long. In the warmdown it falls: late
+        # steps are small beside the average.
+        peak, final = self.muon_momentum, self.final_muon_momentum
+        rise = 0.85 + (peak - 0.85) * min(step / self.momentum_steps, 1.0)
+        fall = final + (peak - final) * warmdown_left(step, num_iterations, self.warmdown_ratio)
+        # Its weight decay falls to zero on a cosine.
+        decay = (1 + math.cos(math.pi * min(done, 1.0))) / 2
+        return Rates(muon, adamw, ahead, min(rise, fall), decay)
 
 
 # A long run of a large model has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 is for 0.88 billion tokens; at
@@ -141,11 +160,11 @@ def decay_scale(lr_scale: float, num_iterations: int) -> float:
     return REFERENCE_TOKENS / REFERENCE_BATCH / (lr_scale * num_iterations)
 
 
-def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> int:
+def choose_batch_size(num_iterations: int, horizon: float, tokens_at_once: int) -> int:
     """
     Tokens per optimizer step for a horizon in steps or, if that is not positive, in tokens: the power of two nearest to
-    the rule above, at most LARGEST_BATCH, but at least one micro-batch on every rank (rows_unit tokens) and a multiple
-    of it.
+    the rule above, at most LARGEST_BATCH, but at least one micro-batch on every rank (tokens_at_once) and a multiple of
+    it.
     """
     # Tokens are steps · batch: solve batch = reference · (steps · batch / reference tokens)^e for batch.
     if num_iterations > 0:
@@ -153,7 +172,7 @@ def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> in
     else:
         batch = REFERENCE_BATCH * (max(horizon, 1) / REFERENCE_TOKENS) ** BATCH_EXPONENT
     batch = min(2 ** round(math.log2(batch)), LARGEST_BATCH)
-    return max(round(batch / rows_unit), 1) * rows_unit
+    return max(round(batch / tokens_at_once), 1) * tokens_at_once
 
 
 # ---- Micro-steps

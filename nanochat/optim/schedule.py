@@ -1,5 +1,5 @@
-"""Learning rate, momentum and weight decay of a step, as a training loop calls them; pure functions of the settings."""
-import math
+"""Learning rates of a step, as pure functions of the settings; `set_rates` applies them."""
+from typing import NamedTuple
 
 # The largest share of a run that may be warmup: a short run is not all warmup.
 LONGEST_WARMUP = 0.1
@@ -13,7 +13,7 @@ def warmdown_left(step: int, num_iterations: int, warmdown_ratio: float) -> floa
 
 
 def lr_multiplier(
-    step: int, num_iterations: int, warmdown_ratio: float, warmup_steps: int = 0, final_lr_frac: float = 0.0
+    step: int, num_iterations: int, warmdown_ratio: float, warmup_steps: int, final_lr_frac: float
 ) -> float:
     """Linear warmup, constant, linear warmdown to final_lr_frac at the end, where it stays; always within [0, 1]."""
     warmup = min(warmup_steps, LONGEST_WARMUP * num_iterations)
@@ -22,46 +22,24 @@ def lr_multiplier(
     return min(rise, fall, 1.0)
 
 
-def muon_momentum(
-    step: int, left: float = 1.0, peak: float = 0.95, final: float = 0.95, rise_steps: int = 300
-) -> float:
-    """
-    Muon's momentum rises from 0.85 to the peak over rise_steps: early gradients turn too fast to be averaged for long.
-    In the warmdown it falls to `final`: late steps are small beside the average. left: see warmdown_left.
-    """
-    rise = 0.85 + (peak - 0.85) * min(step / rise_steps, 1.0)
-    fall = final + (peak - final) * left
-    return min(rise, fall)
+class Rates(NamedTuple):
+    """A step's rates, all but the momentum as multiples of the initial ones. `Recipe.at` computes them."""
+
+    muon: float          # learning rates, by the optimizer's kind
+    adamw: float
+    ema_nesterov: float  # its distance
+    momentum: float      # of Muon
+    decay: float         # of Muon's weight decay
 
 
-def decay_multiplier(step: int, num_iterations: int) -> float:
-    """Muon's weight decay falls to zero on a cosine."""
-    return (1 + math.cos(math.pi * min(step / num_iterations, 1.0))) / 2
-
-
-def ahead_multiplier(step: int, num_iterations: int) -> float:
-    """
-    EMA-Nesterov moves the weights ahead in mid-run only: early moves say little about later ones, and in the warmdown
-    the weights come to rest. Steps 500 to 2,400 of 3,150 in modded-nanogpt's pull request 308, 300 to 1,950 of 2,900 in
-    309.
-    """
-    return float(0.15 <= step / num_iterations < 0.75)
-
-
-def set_rates(
-    optimizers, lrm: float, momentum: float, adamw_lrm: float | None = None, decay: float = 1.0, ahead: float = 0.0
-) -> None:
-    """
-    Set every group's rates for a step. lrm, adamw_lrm (None: lrm), ahead: multiples of the initial rates of Muon, AdamW
-    and EMA-Nesterov. decay: of Muon's initial weight decay.
-    """
-    multipliers = {"muon": lrm, "adamw": lrm if adamw_lrm is None else adamw_lrm, "look_ahead": ahead}
+def set_rates(optimizers, rates: Rates) -> None:
+    """Set every group's rates for a step."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * multipliers[optimizer.kind]
+            group["lr"] = group["initial_lr"] * getattr(rates, optimizer.kind)
             if optimizer.kind == "muon":
-                group["momentum"] = momentum
-                group["weight_decay"] = group["initial_weight_decay"] * decay
+                group["momentum"] = rates.momentum
+                group["weight_decay"] = group["initial_weight_decay"] * rates.decay
 
 
 def is_due(step: int, num_iterations: int, every: int) -> bool:

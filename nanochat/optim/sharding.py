@@ -239,18 +239,20 @@ class Sharding(ABC):
     def reduce_and_clip(
         self,
         loss: Tensor,
-        count: Tensor | float = 1.0,
+        weight: Tensor | float = 1.0,
+        grad_clip: float = 0.0,
+        *,
         stop: bool = False,
         save: bool = False,
-        grad_clip: float = 0.0,
     ) -> StepStats:
         """
         The one small collective of a step, after its last backward pass. After it every shard has its averaged
         gradient, or zeros if the step is not ok.
 
-        loss, count: of this rank's part of the batch. The mean loss is Σ loss / Σ count over ranks; the summed gradient
-        is divided by Σ count, too. With count 1 that is the number of ranks: right if each rank back-propagates a mean
-        over equally many targets. If their numbers of targets differ, back-propagate sums and count the targets.
+        loss, weight: of this rank's part of the batch. The mean loss is Σ loss / Σ weight over ranks; the summed
+        gradient is divided by Σ weight, too. With weight 1 that is the number of ranks: right if each rank
+        back-propagates a mean over equally many targets. If their numbers of targets differ, back-propagate sums; the
+        weight is the number of targets.
         stop, save: whether this rank asks all to end the run, to save a checkpoint.
         grad_clip: largest norm of the averaged gradient, 0 for no limit.
         """
@@ -267,29 +269,26 @@ class Sharding(ABC):
         # Each replica counts the same gradient.
         squared = squared / self.replicas
 
-        # Filled on the device: copying a number there would wait for the whole backward pass.
-        if isinstance(count, Tensor):
-            count = count.to(exact)
-        else:
-            count = squared.new_full((), count)
-        sums = torch.stack([loss.detach().to(exact), count, squared])
+        # Added on the device: copying a number there would wait for the whole backward pass.
+        weight = torch.zeros_like(squared) + weight
+        sums = torch.stack([loss.detach().to(exact), weight, squared])
         # Any NaN or Inf in the gradient makes its norm non-finite.
         bad = (~sums.isfinite().all()).to(exact)
         requests = torch.stack([bad, squared.new_full((), stop), squared.new_full((), save)])
         sums = torch.cat([sums, requests])  # (6,)
         if self.world_size > 1:
             dist.all_reduce(sums)
-        loss, count, squared, bad, stops, saves = sums.unbind()
+        loss, weight, squared, bad, stops, saves = sums.unbind()
 
-        norm = squared.sqrt() / count
+        norm = squared.sqrt() / weight
         ok = ((bad == 0) & norm.isfinite() & loss.isfinite()).float()
-        # The only division by the number of ranks, which `count` includes; it also clips.
-        divisor = count
+        # The only division by the number of ranks, which `weight` includes; it also clips.
+        divisor = weight
         if grad_clip > 0:
-            divisor = count * (norm / grad_clip).clamp(min=1)
+            divisor = weight * (norm / grad_clip).clamp(min=1)
         for shard in self.shards:
             shard.grad = in_one_pass(averaged, shard.grad, divisor.float(), ok)
-        return StepStats(ok, torch.stack([loss / count, norm, ok, stops, saves]).float())
+        return StepStats(ok, torch.stack([loss / weight, norm, ok, stops, saves]).float())
 
     def all_gather_params(self) -> None:
         """After the optimizers: free the gradients, and start sending the updated shards to all ranks."""

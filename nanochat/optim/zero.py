@@ -27,6 +27,7 @@ parameters, but with dtype float32 they are the parameters' own memory. Stage 3 
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,15 @@ class Bucket:
     """
     The parameters of one unit on stages 0 to 2, end to end in `flat`, a tensor of the compute dtype; the parameters are
     views into it. `flat` is cut into N equal parts. A rank keeps the masters and the summed gradients of its own part.
+    With three parameters and N = 2:
+
+        params  | c_fc                        | c_q             | scale |  views into flat; the largest comes first
+        flat    | c_fc                        | c_q             | scale | padding |
+        parts   | rank 0: part_size elements     | rank 1                         |
+        shards  | c_fc                        |  | c_q          | scale |  c_q is cut: ranks 0 and 1 keep one shard each
+
+    Rank 1 keeps `master` and `grad`, each float32 of part_size, for its shards of c_q and scale. In float32 the master
+    is that part of `flat` itself. After an update the parts are all-gathered.
     """
 
     def __init__(
@@ -138,6 +148,16 @@ class Bucket:
         self.pending.clear()
 
 
+class Sent(NamedTuple):
+    """A bucket's gradients on their way."""
+
+    bucket: Bucket
+    work: dist.Work
+    own: Tensor    # what arrives: (part_size,), or on stage 0 the whole
+    whole: Tensor  # what is sent; its memory must stay until the work is done
+    last: bool     # sent in the last micro-step
+
+
 class Buckets(Sharding):
     """
     Stages 0 to 2.
@@ -151,7 +171,7 @@ class Buckets(Sharding):
         self.buckets: list[Bucket] = []         # one per unit
         self.passes = 1                         # backward passes in this micro-step
         self.unsent: deque[Bucket] = deque()    # in this micro-step, in the order in which every rank sends
-        self.in_flight: deque[tuple] = deque()  # (bucket, work, its output, its input, sent in the last micro-step)
+        self.in_flight: deque[Sent] = deque()   # the oldest first
 
     def add_unit(self, unit: nn.Module, params: dict[str, Parameter]) -> None:
         bucket = Bucket(params, self)
@@ -206,11 +226,11 @@ class Buckets(Sharding):
         else:
             own = whole
             work = dist.all_reduce(whole, group=self.groups["replica"], async_op=True)
-        self.in_flight.append((bucket, work, own, whole, self.last))
+        self.in_flight.append(Sent(bucket, work, own, whole, self.last))
 
     def receive(self) -> None:
         """Wait for the oldest sum and add it to the bucket's; in the last micro-step, start the sum over replicas."""
-        bucket, work, own, _whole, last = self.in_flight.popleft()
+        bucket, work, own, _, last = self.in_flight.popleft()
         work.wait()
         if bucket.grad is None:
             bucket.grad = own.float()

@@ -59,16 +59,6 @@ def keep_freed_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def be_deterministic() -> None:
-    """Make the same run on the same GPUs give the same bits, as a CPU does; slower. It has not been run on a GPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # The backward pass of cuDNN's attention adds in any order.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.use_deterministic_algorithms(True)
-    # Filling costs time, and nothing here reads uninitialized memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-
-
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """
     The dtype of parameters and activations: `auto` is bfloat16 where the hardware multiplies it faster than

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
 from nanochat.runtime.console import is_rank0, print0
-from nanochat.runtime.devices import be_deterministic, choose_device_type, compute_dtype, prepare_device
+from nanochat.runtime.devices import choose_device_type, compute_dtype, prepare_device
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import tell_restarts
 from nanochat.runtime.files import base_dir
@@ -45,8 +45,6 @@ def set_up(device_type: str, dtype: str) -> tuple[int, int, torch.device, torch.
     dtype of parameters and activations. COLLECTIVE. `set_compile` comes later, when settings and files are checked,
     because it takes seconds.
     """
-    if os.environ.get("NANOCHAT_DETERMINISTIC") == "1":
-        be_deterministic()
     rank, world_size, device = compute_init(device_type)
     if environment_number("GROUP_WORLD_SIZE", 1) > 1:
         require_shared_folder()

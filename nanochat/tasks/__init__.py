@@ -17,7 +17,7 @@ from nanochat.tasks.arithmetic import Arithmetic
 from nanochat.tasks.common import After, Mixture
 from nanochat.tasks.custom_json import CustomJSON
 from nanochat.tasks.hub import ARC, GSM8K, MMLU, HumanEval, SmolTalk
-from nanochat.tasks.lookup import Lookup, Tokens
+from nanochat.tasks.lookup import Lookup
 from nanochat.tasks.notes import ARGUMENTS, Notes
 from nanochat.tasks.python_questions import Pydoc
 from nanochat.tasks.run import Run
@@ -51,7 +51,6 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
     "lookup": (partial(Lookup, "lookup"), ("", "true", "unknown", "talk", "FILE")),
     "search": (partial(Lookup, "search"), ("", "true", "unknown", "FILE")),
     "notes": (Notes, ARGUMENTS),
-    "tokens": (Tokens, ("FILE",)),
     "typed": (Typed, ("messages", "sums")),
     "json": (CustomJSON, ("FILE",)),
     "after": (after, ("FILE",)),

@@ -28,12 +28,11 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
-from nanochat.data.tokenizer import get_tokenizer
 from nanochat.inference.retrieval import passage_of
 from nanochat.inference.tools import NOTHING, REFUSAL, open_tools, refusal
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of
-from nanochat.tasks.python_questions import documentation_words, documented, side_of_name
+from nanochat.tasks.python_questions import documentation_words, documented, split_of_name
 from nanochat.tasks.spellingbee import spelled_words
 from nanochat.tasks.world_questions import GREETINGS
 
@@ -78,17 +77,13 @@ class Lookup(Task):
     def conversation(self, index: int) -> Conversation:
         """One question in four follows another question."""
         rng = StableRandom(f"{self.key}:{index}")
-        title, found = self.passage(index, rng)
+        title, found = self.passages[index] if self.passages else ("", self.found)
         before = []
         earlier = None if rng.below(4) else rng.choice(("lookup", "search", "talk"))
         if earlier:
             before = draw_turn(rng, earlier, "train", found=draw_word(rng, "t"))["messages"]
         last = draw_turn(rng, self.kind, self.split, title, found, follows=earlier == self.kind == "lookup")
         return last | {"messages": before + last["messages"]}
-
-    def passage(self, index: int, rng: StableRandom) -> tuple[str, str]:
-        """(title, text that the tool finds); if empty, draw_turn draws one."""
-        return self.passages[index] if self.passages else ("", self.found)
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """Right, to the letter: the passage, or its first sentences; the sentence for small talk; a refusal."""
@@ -97,37 +92,6 @@ class Lookup(Task):
         if self.found:
             return bool(re.fullmatch(REFUSAL.format(" .{,99}"), said))
         return said in conversation["right"]
-
-
-class Tokens(Lookup):
-    """
-    Names and passages are random tokens of a data set's tokenizer, all equally likely: a token that is never copied in
-    training cannot be copied later. For training only: no library has them.
-    """
-    eval_type = None
-
-    def __init__(self, data: str, split: str) -> None:
-        super().__init__("lookup", "", "train")
-        self.name = f"Lookup of tokens ({data})"
-        self.key = f"tokens:{data}:{split}"
-        self.split = split
-        merges = [token.decode(errors="replace") for token in get_tokenizer(data).merges]
-        self.tokens = [token for token in merges if token.isprintable() and "\ufffd" not in token]
-
-    def passage(self, index: int, rng: StableRandom) -> tuple[str, str]:
-        # A name has no quotation marks, because the call puts it in quotation marks.
-        # No blank is left at its ends, where they stood: a call ends with a word.
-        name = re.sub(r"[^\w .-]", "", self.draw(rng, 2, 2)).strip()
-        text = self.draw(rng, 4, 12)
-        if not rng.below(3):
-            # A stretch of tokens is repeated and goes on differently: copying must not jump between the two.
-            again = self.draw(rng, 2, 3)
-            text = f"{text} {again} {self.draw(rng, 1, 4)} {again} {self.draw(rng, 1, 4)}"
-        return name or "x", capital(text) + "."
-
-    def draw(self, rng: StableRandom, fewest: int, counts: int) -> str:
-        """A sequence of tokens, at least `fewest`; `counts` lengths are equally likely."""
-        return "".join(rng.choice(self.tokens) for _ in range(fewest + rng.below(counts))).strip()
 
 
 # ---- Questions and answers
@@ -262,7 +226,7 @@ def draw_name(rng: StableRandom, split: str) -> str:
         return draw_word(rng, "n")
     while True:
         name = draw_line(rng, "names")
-        if side_of_name(name) == split:
+        if split_of_name(name) == split:
             return name
 
 

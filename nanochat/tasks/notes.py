@@ -45,7 +45,7 @@ class Notes(Drawn):
         self.distinct = split == "test" and not self.kind
         if split == "test":
             found = [self.problem(index) for index in range(len(self))] if self.distinct else []
-            self.library = Folder({asked: conversation["right"][-1] for asked, conversation in found})
+            self.notes = Folder({asked: conversation["right"][-1] for asked, conversation in found})
 
     def draw(self, number: int) -> tuple[str, Conversation]:
         """What is asked about, and the conversation. One question in eight follows another question."""

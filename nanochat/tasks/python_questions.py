@@ -66,12 +66,12 @@ def documented(split: str) -> dict[str, str]:
     objects = {}
     for name in sorted(documentation(), key=lambda name: stable_hash(f"pydoc:{name}")):
         sentence = first_sentence(documentation()[name])
-        if sentence and side_of_name(name) == split:
+        if sentence and split_of_name(name) == split:
             objects[name] = sentence
     return objects
 
 
-def side_of_name(name: str) -> str:
+def split_of_name(name: str) -> str:
     """The split of an object by its name."""
     return split_of(f"pydoc:{name}")
 

@@ -110,7 +110,7 @@ def real_words(argument: str, split: str) -> SpellingBee:
     tokenizer = get_tokenizer(data)
     tokens = token_words(tokenizer) - set(spelled_words("test"))
     others = {word for word in documentation_words() - tokens
-              if side_of(word) == split and len(tokenizer.encode(f" {word}")) > 1}
+              if split_of_word(word) == split and len(tokenizer.encode(f" {word}")) > 1}
     found = others | tokens if split == "train" else others
     name = f"SpellingBee {kind}".rstrip() + " (real words)"
     return SpellingBee(name, sorted(found, key=stable_hash), (kind,) if kind else WORDS_KINDS)
@@ -138,14 +138,14 @@ def spelled_words(split: str) -> list[str]:
     """The words of a split: a word's own letters decide its split. Sorted by hash, so every slice is a mixture."""
     found = set(WORDS) if split == "train" else set()
     for word in pseudo_words():
-        if side_of(word) == split:
+        if split_of_word(word) == split:
             found.add(word)
         if len(found) == SIZES[split]:
             break
     return sorted(found, key=stable_hash)
 
 
-def side_of(word: str) -> str:
+def split_of_word(word: str) -> str:
     """The split of a word."""
     return "train" if word in WORDS else split_of(word)
 

@@ -107,11 +107,10 @@ class Metrics:
             raise UserError(f"loss or gradient not finite in {MAX_BAD_STEPS} steps in a row, up to step {step}; "
                             f"{newest_saved(self.path.parent)}; try lower learning rates or a longer warmup")
 
-    def log_step(self, step: int, values: Tensor, lrm: float, tokens: int = 0, flops_left_out: int = 0) -> None:
+    def log_step(self, step: int, values: Tensor, lrm: float, tokens: int = 0) -> None:
         """
         Log a finished optimizer step. values: (5,) mean loss, gradient norm, 1 if both are finite, ranks that ask to
-        stop and to save. tokens: over all ranks, if they differ from step to step. flops_left_out: by this rank; others
-        are taken to leave out as many.
+        stop and to save. tokens: over all ranks, if they differ from step to step.
         """
         self.flush()
         now = time.perf_counter()
@@ -123,7 +122,8 @@ class Metrics:
             copied.record()
         dt = now - self.clock
         tokens = tokens or self.total_batch_size
-        rate = (self.flops_per_token * tokens - flops_left_out * rank_and_size()[1]) / dt
+        # In fine-tuning an upper bound: padding counts, and on a CPU what the last block leaves out (`GPT.forward`).
+        rate = self.flops_per_token * tokens / dt
         # No device exceeds its peak. A peak measured beside other processes was too low: from here the run's best rate
         # counts. So the MFU shown on a CPU is an upper bound.
         self.peak_flops = max(self.peak_flops, rate)

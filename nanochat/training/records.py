@@ -72,27 +72,22 @@ def describe_checkpoint(checkpoint: Path) -> str:
 
 def latest_checkpoint(stages: Iterable[str], model_tag: str | None, only_finished: bool = False) -> Path | None:
     """
-    The checkpoint that was saved last by these stages, of one model or of any (model_tag None).
-
-    Times of files say nothing, as a copy has new ones. A checkpoint that another one was trained from is the older of
-    the two, whatever a clock said; otherwise the time in meta.json decides. Version 0.1.0 kept none: of its checkpoints
-    the furthest stage's is the last. only_finished: leave out models whose run is not at its end.
+    The checkpoint that was saved last by these stages, of one model or of any (model_tag None), by the time in its
+    meta.json: a copy's files have new times. Version 0.1.0 kept none: of its checkpoints the furthest stage's is the
+    last. only_finished: leave out models whose run is not at its end.
     """
-    found: dict[str, dict] = {}  # by `describe_checkpoint`: meta of each stage's newest checkpoint, with its path
-    for stage in stages:
-        for folder in sorted((base_dir() / f"{stage}_checkpoints").glob("*")):
+    found = []
+    for number, stage in enumerate(stages):
+        for folder in (base_dir() / f"{stage}_checkpoints").glob("*"):
             steps = list_steps(folder) if model_tag in (None, folder.name) else []
             for step in reversed(steps):
                 # If it is damaged, the one before it counts.
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     path = step_dir(folder, step)
                     if not only_finished or not unfinished(path):
-                        found[describe_checkpoint(path)] = read_meta(path) | {"path": path}
+                        found.append((read_meta(path).get("saved", 0.0), number, path))
                     break
-    trained_from = {origin_of(meta) for meta in found.values()}
-    last = [meta for name, meta in found.items() if name not in trained_from]
-    last.sort(key=lambda meta: meta.get("saved", 0.0))
-    return last[-1]["path"] if last else None
+    return max(found)[2] if found else None
 
 
 def duration(seconds: float) -> str:

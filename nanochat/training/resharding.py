@@ -81,6 +81,8 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
     problem = None
     for name, (start, end, tensor) in kept_state(sharding, optimizers).items():
         missing = end - start
+        if name not in saved:
+            name = name.replace("ema_nesterov.", "look_ahead.", 1)  # its name in older checkpoints
         # One of our pieces may lie in the files of several ranks.
         for piece in saved.get(name, []):
             low, high = max(piece.start, start), min(piece.end, end)

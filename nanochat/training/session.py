@@ -24,7 +24,7 @@ class Session:
     """
     The life of a run in this process. Made last, after all settings are checked: it compiles, claims the folder of the
     checkpoints and catches signals. What an earlier run left there stays until the first step is done (`begin_run`).
-    COLLECTIVE, as are its methods except `requests`.
+    COLLECTIVE, as are its methods.
 
     resumed: meta of the checkpoint to resume from; None: a new run. settings: of the script.
     tokens_per_step: over all ranks; 0 if steps differ. meta: further JSON values for its checkpoints, such as `data`,
@@ -55,7 +55,6 @@ class Session:
                                whole.estimate_flops(), peak_flops(sharding.device, sharding.dtype),
                                before.get("metrics_state"))
         self.stop = StopRequest()
-        self.stopped = False  # before this step, by a signal to some rank
 
     def begin_run(self) -> None:
         """Rank 0, after the first step, or if none is left to train: what is left of an earlier run makes way."""
@@ -68,14 +67,13 @@ class Session:
 
     def save_if_due(self, **meta) -> None:
         """
-        Between two steps: save a checkpoint if one is due, if the run ends or is `stopped` here, or if rank 0 says that
+        Between two steps: save a checkpoint if one is due, if the run ends or stops here, or if rank 0 says that
         the last one is half an hour old. meta: values that change with the step. UserError if the run has diverged.
         """
         metrics = self.metrics
         metrics.raise_if_diverged(self.step)
-        self.stopped = metrics.stop_requested
         due = is_due(self.step, self.num_iterations, self.settings["save_every"])
-        asked_for = due or self.stopped or self.step >= self.num_iterations
+        asked_for = due or metrics.stop_requested or self.step >= self.num_iterations
         if asked_for or metrics.save_requested:
             with metrics.paused():
                 metrics.save_requested = False
@@ -88,18 +86,12 @@ class Session:
         with self.metrics.paused(), self.metrics.stoppable():
             yield
 
-    def requests(self) -> tuple[bool, bool]:
-        """Whether this rank asks to stop, and to save: for `Sharding.reduce_and_clip`, which tells all ranks."""
-        return self.stop.asked, self.saver.time_is_up()
-
     def end_step(self, stats: StepStats, lrm: float, tokens: int | None = None) -> None:
         """
         After an update: log the step and increment `step`. lrm and tokens: see `Metrics.log_step`. Reads the previous
         step's numbers: the one place where the host waits for a GPU.
         """
-        model = self.sharding.model
-        self.metrics.log_step(self.step, stats.values, lrm, tokens, model.flops_left_out)
-        model.flops_left_out = 0
+        self.metrics.log_step(self.step, stats.values, lrm, tokens)
         # All ranks have compiled: shorter timeouts from here.
         if self.step == self.first_step:
             after_first_step(*self.sharding.groups.values())
@@ -113,7 +105,7 @@ class Session:
             from_rank0(self.saver.remove_old)
         self.saver.wait()
         self.metrics.close()
-        if self.stopped:
+        if self.metrics.stop_requested:
             self.stop.end(self.step, self.settings["resume"])
 
     def report(self, title: str, results: dict) -> None:

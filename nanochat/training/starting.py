@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.data.conversation_loader import RenderedConversations, Rows
+from nanochat.data.conversation_loader import PackedRows, RenderedConversations
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT, parameter_shapes
 from nanochat.model.gpt_config import GPTConfig, parse_architecture
@@ -31,7 +31,11 @@ from nanochat.training.resharding import load_training_state, stored_weights
 
 
 class Start(NamedTuple):
-    """Where a run begins."""
+    """
+    Where a run begins. Words: the *source* is the stage of another model, whose weights a new run begins with
+    (base_train's setting begin_from names that model); the *origin* is the checkpoint of it that was taken, as the
+    run's own checkpoints remember it.
+    """
 
     checkpoints: Path       # the folder of its checkpoints
     weights: Path | None    # the checkpoint to load: of another model, or of an interrupted run; None: they are drawn
@@ -169,7 +173,7 @@ def row_length(max_seq_len: int, meta: dict) -> int:
 
 
 def plan_steps(
-    start: Start, settings: dict, conversations: RenderedConversations, steps: list[Rows], per_step: int,
+    start: Start, settings: dict, conversations: RenderedConversations, steps: list[PackedRows], per_step: int,
     max_seq_len: int,
 ) -> tuple[int, dict]:
     """
