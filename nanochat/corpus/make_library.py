@@ -7,9 +7,7 @@ of a file is. nanochat/inference/retrieval.py reads what this module writes.
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 from nanochat.corpus.markup import markdown
@@ -30,7 +28,7 @@ from nanochat.corpus.python_docs import documentation, first_paragraph, first_se
 from nanochat.data.sentences import sentence_ends
 from nanochat.inference.retrieval import FORM, Library, connect, key_of, last_part, library_path
 from nanochat.inference.tools import Tools, found_by, open_tools
-from nanochat.inference.words import parts, stems, words
+from nanochat.inference.words import stems
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.progress import progress
@@ -44,7 +42,6 @@ PRAGMA journal_mode = OFF; BEGIN;
 CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE passages(id INTEGER PRIMARY KEY, title TEXT, text TEXT, place TEXT, key TEXT, last TEXT, context TEXT);
 CREATE TABLE words(word TEXT PRIMARY KEY, passages INTEGER) WITHOUT ROWID;
-CREATE TABLE known(word TEXT PRIMARY KEY, count INTEGER) WITHOUT ROWID;
 CREATE VIRTUAL TABLE stems USING fts5(about, sentence, rest, tokenize='ascii');
 """
 INSERT = "INSERT INTO passages VALUES (NULL, ?1, ?2, ?3, key_of(?1), last_part(key_of(?1)), ?4)"
@@ -78,13 +75,12 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
-    counts: Counter[str] = Counter()  # of words
-    split = lru_cache(1 << 16)(lambda word: " ".join([word, *parts(word, counts.__getitem__)]))
+    known: set[str] = set()
     functions = {
         "key_of": key_of,
         "last_part": last_part,
         "first_sentence": lambda text: text[: sentence_ends(text)[0]],
-        "stems": lambda text: " ".join(stems(" ".join(map(split, words(text))))),
+        "stems": lambda text: " ".join(stems(text, known)),
     }
     with write_aside(place) as aside:
         database = connect(aside.as_uri())
@@ -101,8 +97,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         if not count:
             raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
         for context, text in database.execute("SELECT context, text FROM passages"):
-            counts.update(words(f"{context} {text}"))
-        database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
+            known.update(stems(f"{context} {text}"))
         database.executescript(FINISH)
         database.close()
     if not quiet:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.data.sentences import CODE, sentence_ends
-from nanochat.inference.words import begins_back, common_stems, normal_form, parts, stems, telling_words, words
+from nanochat.inference.words import begins_back, common_stems, normal_form, stems, telling_words, words
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import base_dir
 
@@ -45,7 +45,7 @@ MOST_PLACES = 1000  # a stem that more passages have tells little about a file, 
 # are words before it.
 NAME = re.compile(r"(?<=\s)[^\W\d_]\w*")
 # Format of the file: other formats cannot be read. It changes with the stems and the tables.
-FORM = "4"
+FORM = "5"
 # The lowest difflib ratio for the last part of a misspelled title.
 SIMILAR = 0.85
 # The most work of one `lookup` or `search`, in units of WORK_UNIT steps of SQLite's virtual machine: half a second to a
@@ -226,11 +226,11 @@ class Library:
         return files
 
     def stems(self, words: list[str]) -> set[str]:
-        """The stems of these words; of a compound those of its parts, which the library may have in other compounds."""
-        found = []
-        for word in words:
-            found += parts(word, self.count) or [word]
-        return set(stems(" ".join(found)))
+        return set(stems(" ".join(words), self))
+
+    def __contains__(self, stem: object) -> bool:
+        """Whether a passage has this stem."""
+        return bool(self.query("SELECT 1 FROM words WHERE word = ?", stem))
 
     def weights(self, telling: list[str], common: frozenset[str]) -> dict[str, float]:
         """
@@ -247,10 +247,6 @@ class Library:
             return {}
         median = sorted(weights.values())[len(weights) // 2]
         return dict.fromkeys((stem for stem in asked if stem not in common), median) | weights
-
-    def count(self, word: str) -> int:
-        """How often the library has a word."""
-        return sum(count for count, in self.query("SELECT count FROM known WHERE word = ?", word))
 
     def spend(self) -> bool:
         """Count a unit of work; True ends the query."""

@@ -4,15 +4,16 @@ The words of a text as a library compares them, in any language.
     stems("Für getElementById")                  ["fur", "get", "eleme", "by", "id"]
     stems("京都の天気")                           ["京都", "京", "都", "の", "天気", "天", "気"]
     telling_words("How do I list directories?")  ["list", "directories"]
-    parts("systemdatum", count)                  ["system", "datum"], if a library has both
+    stems("Heizungskeller", {"kelle"})           ["heizu", "kelle"]
 
 Case, width and accents are ignored. A word is cut after five letters, so the language need not be known; on manual
 pages in six languages this finds more than endings by language or Snowball's stemmers (docs/tried.md). A compound is
-also found by its parts. In scripts without blanks each pair of characters is a word, and so is each Chinese character.
+found by its beginning, and by a known word that it ends in. In scripts without blanks each pair of characters is a
+word, and so is each Chinese character.
 """
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Container
 from functools import lru_cache
 
 from nanochat.runtime.files import read_toml
@@ -22,7 +23,7 @@ LETTERS = 5
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 # Fewest letters of a compound: German compounds are long, and "password" has nothing to do with passing words.
 COMPOUND = 10
-PART = 4  # fewest letters of a compound's part
+PART = 4  # fewest letters of each part
 HIRAGANA = "\u3041-\u309f"
 MARKS = "".join(mark for mark in map(chr, range(0x300, 0x3100)) if unicodedata.category(mark).startswith("M"))
 # Accents of Latin, Greek and Cyrillic letters, vowels of Hebrew and Arabic: questions are often typed without them.
@@ -55,12 +56,15 @@ def separated(text: str) -> str:
     return normal_form(HUMP.sub(" ", text))
 
 
-def stems(text: str) -> list[str]:
-    """The stems of a text's words in their order."""
+def stems(text: str, known: Container[str] = ()) -> list[str]:
+    """The stems of a text's words in their order; of a compound also the known stem of its longest ending."""
     found = []
     for word in words(text):
         if not re.match(f"[{UNSPACED}]", word):
             found.append(stem(word))
+            if len(word) >= COMPOUND:
+                endings = (stem(word[start:]) for start in range(PART, len(word) - PART + 1))
+                found += [ending for ending in endings if ending in known][:1]
             continue
         characters = CHARACTER.findall(word)
         found += map("".join, zip(characters, characters[1:]))
@@ -74,23 +78,6 @@ def stem(word: str) -> str:
     if re.search(r"\d", word):
         return word
     return VOWELS.sub("", SUFFIX.sub("", word)[:LETTERS])
-
-
-def parts(word: str, count: Callable[[str], int]) -> list[str]:
-    """
-    The words that a compound consists of: dateisystembelegung -> datei, system, belegung; none for other words.
-
-    count: how often a library has a word. Among several splits, the one with the most frequent words is taken.
-    """
-    if len(word) < COMPOUND or word >= UNSPACED[0]:
-        return []
-    splits = [
-        (count(head) * count(word[place:]), head, word[place:]) for place in range(PART, len(word) - PART + 1)
-        for head in (word[:place], word[:place].removesuffix("s"), word[:place].removesuffix("n"))]  # which join parts
-    often, *found = max(splits)
-    if not often:
-        return []
-    return [part for one in found for part in parts(one, count) or [one]]
 
 
 def telling_words(question: str) -> list[str]:
