@@ -28,7 +28,7 @@ from nanochat.corpus.python_docs import documentation, first_paragraph, first_se
 from nanochat.data.sentences import sentence_ends
 from nanochat.inference.retrieval import FORM, Library, connect, key_of, last_part, library_path
 from nanochat.inference.tools import Tools, found_by, open_tools
-from nanochat.inference.words import stems
+from nanochat.inference.words import stems, with_dates
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.progress import progress
@@ -80,7 +80,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         "key_of": key_of,
         "last_part": last_part,
         "first_sentence": lambda text: text[: sentence_ends(text)[0]],
-        "stems": lambda text: " ".join(stems(text, known)),
+        "stems": lambda text: " ".join(stems(with_dates(text), known)),
     }
     with write_aside(place) as aside:
         database = connect(aside.as_uri())
@@ -97,7 +97,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         if not count:
             raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
         for context, text in database.execute("SELECT context, text FROM passages"):
-            known.update(stems(f"{context} {text}"))
+            known.update(stems(with_dates(f"{context} {text}")))
         database.executescript(FINISH)
         database.close()
     if not quiet:
@@ -180,12 +180,12 @@ def file_passages(source: Path, encoding: str, field: str, notes: Notes) -> Iter
         has_lines = kind in TEXTS and kind != "html"
         before = 0  # lines before this text of the file
         try:
-            for row, text in enumerate(file_texts(file, encoding, PIECE, notes, field), start=1):
+            for row, text in enumerate(file_texts(file, encoding, PIECE, notes, field, named=True), start=1):
                 # A plain text's marks are its own: a password may have any of them.
                 passages = text_passages(markdown(text, kind), stem, "\n" if has_lines else " ", kind != "txt")
                 for title, passage, line, context in passages:
                     number = before + line if has_lines else row
-                    yield title, passage, f"{name}:{number}", context
+                    yield title, passage, name if kind == "html" else f"{name}:{number}", context
                 before += text.count("\n")
                 # One line more: the separator between this text and the next, if that is why it ends.
                 if len(text) < PIECE // 4:

@@ -19,7 +19,7 @@ from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.inference.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
-from nanochat.inference.words import has_pronoun, refers_back, telling_words
+from nanochat.inference.words import refers_back, telling_words
 
 NOTHING = "nothing"
 # What a model is trained to say after "nothing"; the name is in quotation marks unless it begins with a blank.
@@ -88,9 +88,6 @@ class Tools:
             begins = 0 if refers_back(before[-1]) else -1
             together = f"{' '.join(before[begins:])}\n{last}"[-LONGEST:]
             searches.insert(0 if refers_back(last) else 1, together)
-            # "How old is he?" alone would be answered with anyone's age.
-            if has_pronoun(last):
-                searches = [together]
         for words in searches:
             if self.find(f'search("{words}")'):
                 return words, True

@@ -32,7 +32,8 @@ OPTIONAL = re.compile("[\u0300-\u036f\u0591-\u05c7\u064b-\u0652]")
 WORD = re.compile(rf"[^\W_{UNSPACED}](?:[^\W_{UNSPACED}]|[{MARKS}])*"
                   rf"|[{HIRAGANA}]+|[\u30a0-\u30ff]+|[\u3005\u3400-\u9fff]+|[{UNSPACED}{MARKS}]+")
 CHARACTER = re.compile(rf".[{MARKS}]*")
-HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
+SEAM = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=\d)(?i:st|nd|rd|th)\b")  # getElementById; the 4th
+DATE = re.compile(r"\b\d{4}-(0[1-9]|1[0-2])-(\d\d)\b")
 # stopped -> stop, partitions -> part. Roughly: what counts is that questions and passages get the same stems.
 SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)(?:e?s)?|ings?|ed"
                     r"|e?s|ers?|ly|ments?|e)$")
@@ -52,8 +53,13 @@ def words(text: str) -> list[str]:
     return WORD.findall(separated(text))
 
 
+def with_dates(text: str) -> str:
+    """Behind each date its day and month as people say them: "2026-03-04" -> "2026-03-04 4 March März …"."""
+    return DATE.sub(lambda date: f"{date[0]} {int(date[2])} {MONTHS[int(date[1]) - 1]}", text)
+
+
 def separated(text: str) -> str:
-    return normal_form(HUMP.sub(" ", text))
+    return normal_form(SEAM.sub(" ", text))
 
 
 def stems(text: str, known: Container[str] = ()) -> list[str]:
@@ -90,14 +96,9 @@ def telling_words(question: str) -> list[str]:
     return found
 
 
-def has_pronoun(question: str) -> bool:
-    """Whether a question asks about someone or something that was named before it: "How old is she?"."""
-    return bool(PRONOUN.search(normal_form(question)))
-
-
 def refers_back(question: str) -> bool:
-    """Whether a question goes on from the one before."""
-    return has_pronoun(question) or begins_back(question)
+    """Whether a question goes on from the one before: "How old is she?", "And the rear tyre?"."""
+    return bool(PRONOUN.search(normal_form(question))) or begins_back(question)
 
 
 def begins_back(sentence: str) -> bool:
@@ -119,7 +120,9 @@ def phrases(key: str) -> str:
 
 
 LANGUAGES = read_toml("inference/languages.toml")
+MONTHS = LANGUAGES.pop("months")
 STOP_WORDS = frozenset(normal_form(" ".join(data["stop"] for data in LANGUAGES.values())).split())
+GERMAN = frozenset(normal_form(LANGUAGES["de"]["only"]).split())
 # Chinese stop words are cut out of their text; the longest first.
 PHRASES = re.compile("|".join(sorted(filter(re.compile(f"[{UNSPACED}]").match, STOP_WORDS), key=len, reverse=True)))
 COMMON_STEMS = frozenset(stems(" ".join(data.get("common", "") for data in LANGUAGES.values())))
