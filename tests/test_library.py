@@ -198,6 +198,7 @@ def test_people_find_what_they_ask_about_in_their_notes(tmp_path):
 def test_a_passage_has_the_names_and_subjects_of_a_question_and_says_which_words_it_lacks(folder):
     (folder / "trains.md").write_text("The train to Linz departs at 7:15. Marek takes it.\n\nThe station has a café.\n")
     (folder / "doctors.md").write_text("# Family doctor\n\nShe sees patients from 8 to 11.\n\n# Vet\n\nAt Mill Road.\n")
+    (folder / "2026-03-04.md").write_text("Planted the quinces.")
     (folder / "garten.md").write_text("Die Himbeeren sind hinter der Tonne.\n\nWer mag Himbeeren?\n")
     library = made(folder)
 
@@ -209,6 +210,8 @@ def test_a_passage_has_the_names_and_subjects_of_a_question_and_says_which_words
     assert found("When does the night train to Linz depart?")[1] == "night"
     assert found("Where is Marek's blue train ticket for Linz?")[1] == "blue, ticket"
     assert found("When does the train to Belgrade depart?") is None
+    assert found("What was done on 4 March 2026?") == ("Planted the quinces.", "")
+    assert found("What was done on 4 April 2026?") is None
     assert found("When does Linz' family doctor see patients?") is None
     assert found("When does the vet see patients?") is None, "other notes are about a vet"
     assert found("When does the family doctor see patients?") == ("She sees patients from 8 to 11.", "")

@@ -6,7 +6,6 @@ of a file is. nanochat/inference/retrieval.py reads what this module writes.
 """
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +35,6 @@ from nanochat.runtime.progress import progress
 # Characters of a text that are read at a time. Only logs are longer; a longer text loses the headings above a cut.
 PIECE = 1 << 24
 UNREAD = "could not be read, or not to the end"
-PATIENCE = 10  # seconds that a question waits while changed files are read
 SCHEMA = """
 PRAGMA journal_mode = OFF; BEGIN;
 CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
@@ -110,56 +108,28 @@ class FreshTools(Tools):
 
     def __init__(self, library: Library | None, copying: bool) -> None:
         super().__init__(library, copying)
-        self.files = "not looked yet"   # fingerprint at the last look
-        self.next_look = 0.0            # of time.monotonic()
-        self.began = 0.0
-        self.reader: threading.Thread | None = None     # a daemon, so the program need not wait for it to end
+        self.files: str | None = None  # fingerprint at the last look
         self.lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Look for changes. A question waits for the reading, but after PATIENCE the old library answers it."""
+        """Other questions wait meanwhile. After an error, one line for each state of the files, the library stays."""
         # Python's documentation has no fingerprint.
         if not self.library or not self.library.manifest["files"]:
             return
         with self.lock:
-            now = time.monotonic()
-            if self.reader is None or not self.reader.is_alive():
-                if now < self.next_look:
-                    return
-                self.began = now
-                self.reader = threading.Thread(target=self.read_changes, args=[self.library], daemon=True)
-                self.reader.start()
-        self.reader.join(max(0.0, self.began + PATIENCE - now))
-
-    def read_changes(self, library: Library) -> None:
-        """library: the present one. It stays after an error, which is one line for each state of the files."""
-        source = library.manifest["source"]
-        try:
-            files = fingerprint(source)
-            if files == self.files:
-                return
-            self.files = files
+            made = self.library.manifest
             try:
-                # It may be as new as they are, if another process has made it. Then its settings are also the new ones.
-                made = Library(library.path)
-            except UserError:
-                made = library
-            if made.manifest["files"] != files:
+                files = fingerprint(made["source"])
+                if files in (self.files, made["files"]):
+                    return
+                self.files = files
                 # An absolute name is a path: the file that is open is replaced, wherever it lies.
-                name = str(library.path.absolute().with_suffix(""))
-                settings = made.manifest["field"], made.manifest["encoding"]
-                made = Library(make_library(source, name, *settings, quiet=True))
-            self.library = made
-            found_by.cache_clear()  # it would keep the old library's file open
-            if time.monotonic() > self.began + 1:
-                print(f"{source} has changed and was read again", file=sys.stderr)
-        # Whatever is wrong with the files: an answer from the library as it was is better than none.
-        except Exception as error:
-            print(f"{source} has changed, but cannot be read again: {first_line(error)}", file=sys.stderr)
-        finally:
-            # If it took longer than half a second, five times what is more passes before the next look.
-            now = time.monotonic()
-            self.next_look = now + 5 * (now - self.began - 0.5)
+                name = str(self.library.path.absolute().with_suffix(""))
+                self.library = Library(make_library(made["source"], name, made["field"], made["encoding"], quiet=True))
+                found_by.cache_clear()  # it would keep the old library's file open
+            # Whatever is wrong with the files: an answer from the library as it was is better than none.
+            except Exception as error:
+                print(f"{made['source']} has changed, but cannot be read again: {first_line(error)}", file=sys.stderr)
 
 
 def open_library(file: str | None, copying: bool = True) -> Tools:
