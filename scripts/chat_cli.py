@@ -29,10 +29,10 @@ configure(globals())
 import re
 import sys
 
-from nanochat.corpus.make_library import open_library
 from nanochat.data.conversation import recent, render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
+from nanochat.inference.fresh_tools import open_library
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype

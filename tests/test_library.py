@@ -18,14 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import REPO
 
-from nanochat.corpus.make_library import make_library, open_library
-from nanochat.corpus.own_files import fingerprint
-from nanochat.corpus.passages import text_passages
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference import retrieval as reader
-from nanochat.inference.retrieval import Library, Passage, library_path
+from nanochat.inference.fresh_tools import open_library
 from nanochat.inference.tools import Tools
-from nanochat.inference.words import stems
+from nanochat.library import retrieval as reader
+from nanochat.library.make_library import make_library
+from nanochat.library.own_files import fingerprint
+from nanochat.library.passages import text_passages
+from nanochat.library.retrieval import Library, Passage, library_path
+from nanochat.library.words import stems
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.lookup import passages_of
 

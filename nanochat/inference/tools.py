@@ -18,8 +18,8 @@ from pathlib import Path
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
-from nanochat.inference.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
-from nanochat.inference.words import refers_back, telling_words
+from nanochat.library.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
+from nanochat.library.words import refers_back, telling_words
 
 NOTHING = "nothing"
 # What a model is trained to say after "nothing"; the name is in quotation marks unless it begins with a blank.
@@ -52,7 +52,7 @@ class Tools:
         self.is_own = self.copying and library.is_own
 
     def refresh(self) -> None:
-        """Called before each question, in any thread: read what has changed (nanochat/corpus/make_library.py)."""
+        """Called before each question, in any thread: read what has changed (fresh_tools.py)."""
 
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds; if the library is not read to the end, a sentence that says so."""

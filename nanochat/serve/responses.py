@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasPath, BeforeValidator, FailFast, Field
 
 from nanochat.data.conversation import text_of
-from nanochat.inference.retrieval import file_of
+from nanochat.library.retrieval import file_of
 from nanochat.serve.openai_requests import ChatRequest, Message
 from nanochat.serve.protocol import ApiError, Chunks, Json
 from nanochat.serve.replies import ChatReply, sse

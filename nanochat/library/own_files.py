@@ -22,7 +22,7 @@ from typing import IO, Any, TextIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.corpus.markup import named_cells
+from nanochat.library.markup import named_cells
 from nanochat.runtime.errors import UserError, first_line
 
 MAX_CHARS = 64 << 10       # a text file longer than this becomes several documents

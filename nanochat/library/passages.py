@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from nanochat.corpus.markup import named_cells
 from nanochat.data.sentences import sentence_ends
-from nanochat.inference.retrieval import RECORD
-from nanochat.inference.words import UNSPACED
+from nanochat.library.markup import named_cells
+from nanochat.library.retrieval import RECORD
+from nanochat.library.words import UNSPACED
 
 LONGEST = 300  # characters of a passage, and of its code: longer code is left out
 LIST = 200     # characters of a passage that a list's items join

@@ -1,5 +1,5 @@
 """
-Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/corpus/make_library.py makes.
+Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/library/make_library.py makes.
 
     library = Library(path)
     library.lookup("str.partition")        the passage with that title, or the nearest
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.data.sentences import CODE, sentence_ends
-from nanochat.inference.words import (
+from nanochat.library.words import (
     GERMAN,
     STOP_WORDS,
     begins_back,

@@ -119,7 +119,7 @@ def phrases(key: str) -> str:
     return "|".join(one if one >= UNSPACED[0] else rf"\b{one}\b" for one in longest)
 
 
-LANGUAGES = read_toml("inference/languages.toml")
+LANGUAGES = read_toml("library/languages.toml")
 MONTHS = LANGUAGES.pop("months")
 STOP_WORDS = frozenset(normal_form(" ".join(data["stop"] for data in LANGUAGES.values())).split())
 GERMAN = frozenset(normal_form(LANGUAGES["de"]["only"]).split())

@@ -2,15 +2,14 @@
 Passages of a folder or of Python's documentation: `python -m scripts.library` makes them; the assistant looks them up.
 
 A passage's title is a Python object's name, the heading above it, or else its file's; passages.py says what a passage
-of a file is. nanochat/inference/retrieval.py reads what this module writes.
+of a file is. nanochat/library/retrieval.py reads what this module writes.
 """
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanochat.corpus.markup import markdown
-from nanochat.corpus.own_files import (
+from nanochat.data.sentences import sentence_ends
+from nanochat.library.markup import markdown
+from nanochat.library.own_files import (
     KINDS,
     LIBRARY_KIND,
     TEXTS,
@@ -22,12 +21,10 @@ from nanochat.corpus.own_files import (
     own_path,
     say,
 )
-from nanochat.corpus.passages import CONTROL, split_paragraph, text_passages
-from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
-from nanochat.data.sentences import sentence_ends
-from nanochat.inference.retrieval import FORM, Library, connect, key_of, last_part, library_path
-from nanochat.inference.tools import Tools, found_by, open_tools
-from nanochat.inference.words import stems, with_dates
+from nanochat.library.passages import CONTROL, split_paragraph, text_passages
+from nanochat.library.python_docs import documentation, first_paragraph, first_sentence
+from nanochat.library.retrieval import FORM, connect, key_of, last_part, library_path
+from nanochat.library.words import stems, with_dates
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.progress import progress
@@ -101,42 +98,6 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     if not quiet:
         print(f"{place}: {count:,} passages, {place.stat().st_size / 1e6:.1f} MB")
     return place
-
-
-class FreshTools(Tools):
-    """Tools whose library is made again when the user's files that it was made from have changed."""
-
-    def __init__(self, library: Library | None, copying: bool) -> None:
-        super().__init__(library, copying)
-        self.files: str | None = None  # fingerprint at the last look
-        self.lock = threading.Lock()
-
-    def refresh(self) -> None:
-        """Other questions wait meanwhile. After an error, one line for each state of the files, the library stays."""
-        # Python's documentation has no fingerprint.
-        if not self.library or not self.library.manifest["files"]:
-            return
-        with self.lock:
-            made = self.library.manifest
-            try:
-                files = fingerprint(made["source"])
-                if files in (self.files, made["files"]):
-                    return
-                self.files = files
-                # An absolute name is a path: the file that is open is replaced, wherever it lies.
-                name = str(self.library.path.absolute().with_suffix(""))
-                self.library = Library(make_library(made["source"], name, made["field"], made["encoding"], quiet=True))
-                found_by.cache_clear()  # it would keep the old library's file open
-            # Whatever is wrong with the files: an answer from the library as it was is better than none.
-            except Exception as error:
-                print(f"{made['source']} has changed, but cannot be read again: {first_line(error)}", file=sys.stderr)
-
-
-def open_library(file: str | None, copying: bool = True) -> Tools:
-    """The tools with a library, see `open_tools`, which is made again if its files have changed."""
-    tools = FreshTools(open_tools(file, copying).library, copying)
-    tools.refresh()
-    return tools
 
 
 # ---- Passages
