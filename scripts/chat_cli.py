@@ -24,14 +24,15 @@ library: str | None = None  # name or file of a library to look things up in; No
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
-# Tool calls are shown in brackets: [12*3 = 36]. A passage comes with its place: [… (notes/wine.md:14)].
+# Tool calls are shown in brackets: [12*3 = 36]. A passage comes with its place, and with the question's words that it
+# lacks: [… (notes/wine.md:14, without "Belgrade")].
 import re
 import sys
 
-from nanochat.corpus.make_library import open_library
 from nanochat.data.conversation import recent, render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
+from nanochat.inference.fresh_tools import open_library
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
@@ -90,9 +91,10 @@ def answer(messages: list[dict]) -> None:
 
 
 def place_of(deltas: list[Delta]) -> str:
-    """If the last part is a passage: its file and line, in parentheses; else ""."""
+    """If the last part is a passage: its file and line, and what it lacks, in parentheses; else ""."""
     passage = engine.tools.source(parts_of(deltas))
-    return f" ({passage.place})" if passage else ""
+    without = f', without "{passage.missing}"' if passage and passage.missing else ""
+    return f" ({passage.place}{without})" if passage else ""
 
 
 about = f"{stage} model of step {meta['step']}"

@@ -36,8 +36,8 @@ import os
 import socket
 from pathlib import Path
 
-from nanochat.corpus.make_library import open_library
 from nanochat.inference.engine import Engine
+from nanochat.inference.fresh_tools import open_library
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init

@@ -14,6 +14,6 @@ field = "text"         # field with the text, in .jsonl, .json, .csv and .parque
 encoding = "utf-8"     # for text files that are not UTF-8, such as gb18030
 config = configure(globals())
 
-from nanochat.corpus.make_library import make_library
+from nanochat.library.make_library import make_library
 
 make_library(**config)

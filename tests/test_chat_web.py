@@ -26,12 +26,12 @@ from pace import Pace, chat_web
 from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
 import nanochat.serve.served_model
-from nanochat.corpus.make_library import make_library
 from nanochat.data.conversation import render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
+from nanochat.library.make_library import make_library
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.errors import UserError

@@ -5,16 +5,16 @@ import pytest
 import torch
 from test_engine import draw_weights
 
-from nanochat.corpus.make_library import make_library
 from nanochat.data.conversation import render_prompt
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.copying import Copying, Vocabulary, telling_edges, word_edges
 from nanochat.inference.detokenizer import answer_text, to_parts
 from nanochat.inference.engine import Engine
-from nanochat.inference.retrieval import Library, Passage
 from nanochat.inference.sampling import SamplingParams
 from nanochat.inference.tools import NOTHING, REFUSAL, REFUSALS, TOOL_CALL, Plan, Tools
+from nanochat.library.make_library import make_library
+from nanochat.library.retrieval import Library, Passage
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
 

@@ -18,8 +18,8 @@ import zstandard
 
 from nanochat.corpus import sources, tinyworld
 from nanochat.corpus.make_dataset import ensure_dataset, make
-from nanochat.corpus.own_files import own_documents
 from nanochat.data import shard_reader
+from nanochat.library.own_files import own_documents
 from nanochat.runtime.errors import UserError
 
 LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дела?", "今日はいい天気ですね。", "مرحبا بالعالم",

@@ -11,10 +11,10 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Answer, Engine
-from nanochat.inference.retrieval import Passage
 from nanochat.inference.sampling import SamplingParams
 from nanochat.inference.sums import TEXTS, language_of, read_sum
 from nanochat.inference.tools import Tools
+from nanochat.library.retrieval import Passage
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.tasks import make_task

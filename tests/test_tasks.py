@@ -19,14 +19,14 @@ import pytest
 from conftest import REPO, run_module
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.corpus.make_library import make_library
 from nanochat.corpus.tinyworld import COMPUTED, WORDS, facts
 from nanochat.data.conversation import check_conversation, parts, text_of
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer, get_tokenizer
 from nanochat.inference.calculator import calculate
-from nanochat.inference.retrieval import Library
 from nanochat.inference.tools import Tools
+from nanochat.library.make_library import make_library
+from nanochat.library.retrieval import Library
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import Mixture, describe_validation, make_mixture, make_task, without_parts
 from nanochat.tasks import world_questions as world

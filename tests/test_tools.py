@@ -8,9 +8,9 @@ import torch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, to_parts
 from nanochat.inference.engine import Engine
-from nanochat.inference.retrieval import Passage
 from nanochat.inference.sampling import SamplingParams
 from nanochat.inference.tools import MOST_CALLS, Tools, shortened
+from nanochat.library.retrieval import Passage
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.serve.openai_requests import ChatRequest

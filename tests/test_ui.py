@@ -359,7 +359,8 @@ def test_whatever_is_written_is_text(visit):
 def test_a_passage_unfolds_with_its_place_and_the_quotation_marked(visit):
     """By keyboard; code at its end is a block; what was not found is a box as of the calculator."""
     me = visit()
-    source = {"title": "Cellar", "place": "wine.md:14", "before": "It is <i>old</i>."}
+    source = {"title": "Cellar", "place": "wine.md:14", "before": "It is <i>old</i>.",
+              "missing": "rack"}
     text, code = "Wine <b>keeps</b> cool.", "# *cool*\n  run"
     passage = {"type": "python_output", "text": "Wine <b>ke", "source": source}
     me.reply(
@@ -367,14 +368,14 @@ def test_a_passage_unfolds_with_its_place_and_the_quotation_marked(visit):
         {"part": {"type": "python", "text": "lookup('cel"}}, {"part": {"type": "python", "text": "lar')"}},
         {"part": passage}, {"part": {"type": "python_output", "text": f"eps</b> cool. Run:\n```\n{code}\n```"}},
         {"content": text})
-    me.ask("cellar?")
+    me.ask("cellar rack?")
     details = me.answers.locator("details.passage")
-    assert details.inner_text() == "looked up: Cellar" and me.answers.locator("b, i").count() == 0
+    assert details.inner_text() == 'looked up: Cellar, without "rack"' and me.answers.locator("b, i").count() == 0
     details.locator("summary").focus()
     me.page.keyboard.press("Enter")
     assert details.inner_text().split("\n") == [
-        "looked up: Cellar", "lookup('cellar')", f"It is <i>old</i>. {text} Run:", "Copy", *code.split("\n"),
-        "from wine.md:14"]
+        'looked up: Cellar, without "rack"', "lookup('cellar')", f"It is <i>old</i>. {text} Run:", "Copy",
+        *code.split("\n"), 'from wine.md:14, without "rack"']
     assert details.locator("mark").all_inner_texts() == [text]
     assert me.answers.locator(".tool").all_inner_texts() == ["search('x')\n= nothing"]
 

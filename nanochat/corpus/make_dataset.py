@@ -16,9 +16,9 @@ from pathlib import Path
 
 from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
-from nanochat.corpus.own_files import DATA_FILE, own_documents, own_path
 from nanochat.corpus.shards import build
 from nanochat.data.shard_reader import NAMED, OFFLINE, REMOTE, data_shares, dataset_dir, load_manifest, shard_texts
+from nanochat.library.own_files import DATA_FILE, own_documents, own_path
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.runtime.progress import progress

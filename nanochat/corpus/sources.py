@@ -18,7 +18,7 @@ import tokenize
 from pathlib import Path
 
 from nanochat.corpus import tinyworld
-from nanochat.corpus.own_files import MAX_CHARS, Documents, Notes, cut_text, files_below, row_text
+from nanochat.library.own_files import MAX_CHARS, Documents, Notes, cut_text, files_below, row_text
 from nanochat.runtime.errors import UserError, first_line
 
 TINYWORLD_BYTES = 24_000_000   # text in all: about 75,000 documents, a few seconds to make

@@ -24,7 +24,7 @@ from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.sums import TEXTS
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSALS, TOOL_CALL, Plan, refusal
-from nanochat.inference.words import MARKS, UNSPACED, begins_back, telling_words
+from nanochat.library.words import MARKS, UNSPACED, begins_back, telling_words
 
 # Limits, because a call's first token compares every word of the question.
 MOST_BYTES = 64         # longer tokens are not used for copying

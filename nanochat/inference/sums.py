@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from nanochat.inference import words
 from nanochat.inference.calculator import MAX_LENGTH, NUMBER, calculate, value_of, write
-from nanochat.inference.words import UNSPACED, normal_form, telling_words
+from nanochat.library import words
+from nanochat.library.words import UNSPACED, normal_form, telling_words
 from nanochat.runtime.files import read_toml
 
 DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d{1,2}(?!\d))")

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
-from nanochat.inference.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
 from nanochat.inference.sums import TEXTS, language_of, read_sum
-from nanochat.inference.words import has_pronoun, is_small_talk, refers_back, telling_words
+from nanochat.library.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
+from nanochat.library.words import is_small_talk, refers_back, telling_words
 
 NOTHING = "nothing"
 # What a model is trained to say after "nothing"; the name is in quotation marks unless it begins with a blank.
@@ -71,7 +71,7 @@ class Tools:
         self.is_own = library is not None and library.is_own
 
     def refresh(self) -> None:
-        """Called before each question, in any thread: read what has changed (nanochat/corpus/make_library.py)."""
+        """Called before each question, in any thread: read what has changed (fresh_tools.py)."""
 
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds; if the library is not read to the end, a sentence that says so."""
@@ -110,9 +110,6 @@ class Tools:
             begins = 0 if refers_back(before[-1]) else -1
             together = f"{' '.join(before[begins:])}\n{last}"[-LONGEST:]
             searches.insert(0 if refers_back(last) else 1, together)
-            # "How old is he?" alone would be answered with anyone's age.
-            if has_pronoun(last):
-                searches = [together]
         for words in searches:
             if self.find(f'search("{words}")'):
                 return Plan(lost, search=words, is_found=True)

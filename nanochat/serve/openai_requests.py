@@ -7,9 +7,9 @@ Extensions:
     parts                 in an answer's message, and in an assistant's message of a request: everything in order, as
                           [{"type": "text" | "python" | "python_output", "text": ...}, ...]. Calls of the model's own
                           tools and their results are here, not in `content`; a library's passage has a
-                          "source", {"title": ..., "place": "notes/wine.md:14"}, and "before" if text precedes it. In
-                          a request `parts` (or a list of such parts as `content`) replaces `content`, so a received
-                          message can be sent back.
+                          "source", {"title": ..., "place": "notes/wine.md:14"}, "before" if text precedes it, and
+                          "missing" if it lacks words of the question. In a request `parts` (or a list of such parts
+                          as `content`) replaces `content`, so a received message can be sent back.
     delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: more text of part k. OpenAI's Python
                           client appends it there, its JavaScript client does not. Text is in `content` as well
     truncation            "auto": the oldest turns of a conversation are left out if the answer would lack room, a

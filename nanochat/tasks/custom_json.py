@@ -19,9 +19,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanochat.corpus.own_files import Notes, encoding_of, json_rows, readable, say
 from nanochat.data.conversation import Conversation, check_conversation, parts
 from nanochat.data.task import Task
+from nanochat.library.own_files import Notes, encoding_of, json_rows, readable, say
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import single_turn, split_of

@@ -1,7 +1,7 @@
 """Questions that the page suggests: titles of a user's own notes, and held-out questions of a model's tasks."""
 from itertools import chain
 
-from nanochat.inference.retrieval import Library
+from nanochat.library.retrieval import Library
 from nanochat.tasks import LOOKING_UP, task_names, without_parts
 from nanochat.tasks.common import read_texts
 

@@ -1,5 +1,5 @@
 """
-Looking things up in a library (nanochat/inference/retrieval.py): needs no download.
+Looking things up in a library (nanochat/library/retrieval.py): needs no download.
 
     "What does str.partition do?"                [lookup(" str.partition")] "Partition the string into three parts …"
     "How do I split a string at a separator?"    [search(" split a string at a separator")] "Partition the string …"
@@ -22,14 +22,14 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
-from nanochat.corpus.python_docs import MODULES, documentation, first_paragraph
 from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
-from nanochat.inference.retrieval import passage_of
 from nanochat.inference.tools import NOTHING, REFUSAL, open_tools, refusal
+from nanochat.library.python_docs import MODULES, documentation, first_paragraph
+from nanochat.library.retrieval import passage_of
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of
 from nanochat.tasks.python_questions import documentation_words, documented, split_of_name

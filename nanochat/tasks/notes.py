@@ -19,8 +19,8 @@ from typing import Any
 from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
-from nanochat.inference.retrieval import Passage
 from nanochat.inference.tools import NOTHING, REFUSALS
+from nanochat.library.retrieval import Passage
 from nanochat.tasks.common import Drawn, read_texts, split_of
 from nanochat.tasks.lookup import draw_name, draw_text, fill, looked_up, small_talk, ways_of, with_blank
 

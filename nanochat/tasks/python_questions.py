@@ -13,9 +13,9 @@ import re
 from collections import Counter
 from functools import cache
 
-from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
 from nanochat.data.conversation import Conversation
 from nanochat.data.task import Task, reference
+from nanochat.library.python_docs import documentation, first_paragraph, first_sentence
 from nanochat.tasks.common import read_texts, single_turn, split_of, stable_hash
 
 QUESTIONS = read_texts("lookup")["lookup"].splitlines()[:10]

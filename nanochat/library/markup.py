@@ -1,5 +1,6 @@
-"""reStructuredText, Org and HTML as Markdown, for a library."""
+"""reStructuredText, Org and HTML as Markdown, and tables as text, for a library."""
 import re
+from collections.abc import Iterable
 from typing import Any
 
 INLINE = "a|abbr|b|code|del|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|td|th"  # passages.py knows these
@@ -38,3 +39,8 @@ def markdown(text: str, kind: str) -> str:
     for pattern, replacement in RULES.get(kind, {}).items():
         text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
     return text
+
+
+def named_cells(cells: Iterable[tuple[str, str]]) -> str:
+    """A table's row with its columns' names: "name: Paolo, role: plumber"; empty cells are left out."""
+    return ", ".join(f"{name}: {cell}" if name else cell for name, cell in cells if cell)

@@ -4,15 +4,16 @@ The words of a text as a library compares them, in any language.
     stems("Für getElementById")                  ["fur", "get", "eleme", "by", "id"]
     stems("京都の天気")                           ["京都", "京", "都", "の", "天気", "天", "気"]
     telling_words("How do I list directories?")  ["list", "directories"]
-    parts("systemdatum", count)                  ["system", "datum"], if a library has both
+    stems("Heizungskeller", {"kelle"})           ["heizu", "kelle"]
 
 Case, width and accents are ignored. A word is cut after five letters, so the language need not be known; on manual
 pages in six languages this finds more than endings by language or Snowball's stemmers (docs/tried.md). A compound is
-also found by its parts. In scripts without blanks each pair of characters is a word, and so is each Chinese character.
+found by its beginning, and by a known word that it ends in. In scripts without blanks each pair of characters is a
+word, and so is each Chinese character.
 """
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Container
 from functools import lru_cache
 
 from nanochat.runtime.files import read_toml
@@ -22,7 +23,7 @@ LETTERS = 5
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 # Fewest letters of a compound: German compounds are long, and "password" has nothing to do with passing words.
 COMPOUND = 10
-PART = 4  # fewest letters of a compound's part
+PART = 4  # fewest letters of each part
 HIRAGANA = "\u3041-\u309f"
 MARKS = "".join(mark for mark in map(chr, range(0x300, 0x3100)) if unicodedata.category(mark).startswith("M"))
 # Accents of Latin, Greek and Cyrillic letters, vowels of Hebrew and Arabic: questions are often typed without them.
@@ -31,7 +32,8 @@ OPTIONAL = re.compile("[\u0300-\u036f\u0591-\u05c7\u064b-\u0652]")
 WORD = re.compile(rf"[^\W_{UNSPACED}](?:[^\W_{UNSPACED}]|[{MARKS}])*"
                   rf"|[{HIRAGANA}]+|[\u30a0-\u30ff]+|[\u3005\u3400-\u9fff]+|[{UNSPACED}{MARKS}]+")
 CHARACTER = re.compile(rf".[{MARKS}]*")
-HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
+SEAM = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=\d)(?i:st|nd|rd|th)\b")  # getElementById; the 4th
+DATE = re.compile(r"\b\d{4}-(0[1-9]|1[0-2])-(\d\d)\b")
 # stopped -> stop, partitions -> part. Roughly: what counts is that questions and passages get the same stems.
 SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)(?:e?s)?|ings?|ed"
                     r"|e?s|ers?|ly|ments?|e)$")
@@ -51,16 +53,24 @@ def words(text: str) -> list[str]:
     return WORD.findall(separated(text))
 
 
+def with_dates(text: str) -> str:
+    """Behind each date its day and month as people say them: "2026-03-04" -> "2026-03-04 4 March März …"."""
+    return DATE.sub(lambda date: f"{date[0]} {int(date[2])} {MONTHS[int(date[1]) - 1]}", text)
+
+
 def separated(text: str) -> str:
-    return normal_form(HUMP.sub(" ", text))
+    return normal_form(SEAM.sub(" ", text))
 
 
-def stems(text: str) -> list[str]:
-    """The stems of a text's words in their order."""
+def stems(text: str, known: Container[str] = ()) -> list[str]:
+    """The stems of a text's words in their order; of a compound also the known stem of its longest ending."""
     found = []
     for word in words(text):
         if not re.match(f"[{UNSPACED}]", word):
             found.append(stem(word))
+            if len(word) >= COMPOUND:
+                endings = (stem(word[start:]) for start in range(PART, len(word) - PART + 1))
+                found += [ending for ending in endings if ending in known][:1]
             continue
         characters = CHARACTER.findall(word)
         found += map("".join, zip(characters, characters[1:]))
@@ -74,23 +84,6 @@ def stem(word: str) -> str:
     if re.search(r"\d", word):
         return word
     return VOWELS.sub("", SUFFIX.sub("", word)[:LETTERS])
-
-
-def parts(word: str, count: Callable[[str], int]) -> list[str]:
-    """
-    The words that a compound consists of: dateisystembelegung -> datei, system, belegung; none for other words.
-
-    count: how often a library has a word. Among several splits, the one with the most frequent words is taken.
-    """
-    if len(word) < COMPOUND or word >= UNSPACED[0]:
-        return []
-    splits = [
-        (count(head) * count(word[place:]), head, word[place:]) for place in range(PART, len(word) - PART + 1)
-        for head in (word[:place], word[:place].removesuffix("s"), word[:place].removesuffix("n"))]  # which join parts
-    often, *found = max(splits)
-    if not often:
-        return []
-    return [part for one in found for part in parts(one, count) or [one]]
 
 
 def telling_words(question: str) -> list[str]:
@@ -112,14 +105,9 @@ def is_small_talk(message: str) -> bool:
     return rest != text and not telling_words(rest)
 
 
-def has_pronoun(question: str) -> bool:
-    """Whether a question asks about someone or something that was named before it: "How old is she?"."""
-    return bool(PRONOUN.search(normal_form(question)))
-
-
 def refers_back(question: str) -> bool:
-    """Whether a question goes on from the one before."""
-    return has_pronoun(question) or begins_back(question)
+    """Whether a question goes on from the one before: "How old is she?", "And the rear tyre?"."""
+    return bool(PRONOUN.search(normal_form(question))) or begins_back(question)
 
 
 def begins_back(sentence: str) -> bool:
@@ -140,8 +128,10 @@ def phrases(key: str) -> str:
     return "|".join(one if one >= UNSPACED[0] else rf"\b{one}\b" for one in longest)
 
 
-LANGUAGES = read_toml("inference/languages.toml")
+LANGUAGES = read_toml("library/languages.toml")
+MONTHS = LANGUAGES.pop("months")
 STOP_WORDS = frozenset(normal_form(" ".join(data["stop"] for data in LANGUAGES.values())).split())
+GERMAN = frozenset(normal_form(LANGUAGES["de"]["only"]).split())
 # Chinese stop words are cut out of their text; the longest first.
 PHRASES = re.compile("|".join(sorted(filter(re.compile(f"[{UNSPACED}]").match, STOP_WORDS), key=len, reverse=True)))
 COMMON_STEMS = frozenset(stems(" ".join(data.get("common", "") for data in LANGUAGES.values())))

@@ -22,6 +22,7 @@ from typing import IO, Any, TextIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nanochat.library.markup import named_cells
 from nanochat.runtime.errors import UserError, first_line
 
 MAX_CHARS = 64 << 10       # a text file longer than this becomes several documents
@@ -152,8 +153,11 @@ def kind_of(path: Path) -> str:
     return LIBRARY_FILE.findall(path.name)[0][0].lower()
 
 
-def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str) -> Iterator[str]:
-    """The texts of a file; a text file is cut into texts of at most `most` characters. field: where a row's text is."""
+def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str, named: bool = False) -> Iterator[str]:
+    """
+    The texts of a file; a text file is cut into texts of at most `most` characters. field: where a row's text is.
+    named: the rows of a .csv or .tsv without that field are texts with all columns' names.
+    """
     kind = kind_of(path)
     if kind == "parquet":
         rows = parquet_rows(path, field)
@@ -165,6 +169,8 @@ def file_texts(path: Path, encoding: str, most: int, notes: Notes, field: str) -
             return
         if kind in ("csv", "tsv"):
             rows = csv_rows(path, encoding, field)
+            if named:
+                rows = ((place, row if field in row else named_cells(row.items())) for place, row in rows)
         else:
             rows = json_rows(path, encoding, whole=kind == "json")
     for place, row in rows:

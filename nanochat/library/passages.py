@@ -16,9 +16,12 @@ from typing import Any
 import yaml
 
 from nanochat.data.sentences import sentence_ends
-from nanochat.inference.words import UNSPACED
+from nanochat.library.markup import named_cells
+from nanochat.library.retrieval import RECORD
+from nanochat.library.words import UNSPACED
 
 LONGEST = 300  # characters of a passage, and of its code: longer code is left out
+LIST = 200     # characters of a passage that a list's items join
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 # ---- Blocks
@@ -48,7 +51,8 @@ LEVELS = " =-~^"  # what underlines a heading of level 1, 2, …
 # ---- Lines
 QUOTE = re.compile(r"(?m)^(?: {0,3}>(?: |$))+")
 ITEM = re.compile(r"\A[ \t]*(?:(?:[*+•|-][ \t]+)+|(?=\d{1,3}[.)][ \t]))")  # a number stays: "14. März" is a date
-KEY = re.compile(r"[*_]*\w[^:/\n]{0,30}:[:*_]*(?:\s|$)")
+# What begins a line of its own if the line before began so, too: a key or speaker, or in logs and chats a time or date.
+KEY = re.compile(r"[*_]*\w[^:/\n]{0,30}:[:*_]*(?:\s|$)|\s*\[?(?:\d\d?:\d\d|\d{1,4}([./-])\d\d?\1(?:\d{2,4})?)\b")
 # A text that goes on in the next line, however long it is: a callout's title, and what ends with these marks.
 GOES_ON = re.compile(r"""\A\[!|[.!?…:,;।。！？、，][*_"'”’»)\]」』]*$""")
 NARROW = 36  # columns; narrower lines are not wrapped text, but lists, addresses, poems
@@ -96,6 +100,7 @@ def text_passages(
     above: list[tuple[int, str]] = []  # (indent, text): the items that the next belongs to, what a colon introduces
     if has_marks:
         text = SOURCE.sub(visible, text)
+    passages: list[list[Any]] = []
     line = 1
     position = 0
     for block in BLOCK.finditer(text):
@@ -108,24 +113,30 @@ def text_passages(
             headings[level - 1 :] = [heading]
             above = []
             continue
-        found = []
         at = line
         for part in unwrapped(block["paragraph"] or ""):
             item = ITEM.sub("", part)
             indent = len(part) - len(part.lstrip()) if ITEM.match(part) else -1
             item = plain(item) if has_marks else spaced(item)
+            item = item.replace("\n", line_end)
             above = [one for one in above if one[0] < indent]
             context = " ".join([names, *headings, *(text for _, text in above)])
-            found += [(passage, at, context) for passage, at in split_paragraph(item.replace("\n", line_end), at)]
+            # The first items of a list belong to the line that introduces it: "Bring: a tent; two lamps".
+            lead = above[-1][1] if above else ""
+            begun = passages[-1][1] if lead.endswith(":") and not part.lstrip().startswith("|") else ""
+            if begun.startswith(lead) and 0 < len(begun) < LIST - len(item):
+                passages[-1][1] += f" {item}" if begun[-1] in ":.,;!?" else f"; {item}"
+            else:
+                passages += [[heading, passage, at, context] for passage, at in split_paragraph(item, at)]
             if indent >= 0 or item.endswith(":"):
                 above.append((indent, item))
             at += 1 + part.count("\n")
         code = dedent(block["code"] or "").strip("\n")
         if code and len(code) <= LONGEST and not QUERIES.match(block["language"]):
-            passage, at, context = found.pop() if found else (heading, line, " ".join([names, *headings]))
-            found.append((f"{passage}\n```\n{code}\n```", at, context))
-        for passage, at, context in found:
-            yield heading, passage, at, context
+            if not block["paragraph"] or not passages:
+                passages.append([heading, heading, line, " ".join([names, *headings])])
+            passages[-1][1] += f"\n```\n{code}\n```"
+    yield from map(tuple, passages)
     for passage, at in facts:
         yield title, passage, at, names
 
@@ -174,8 +185,8 @@ def visible(found: re.Match[str]) -> str:
     columns, _, *rows = [re.split(r"\s*(?<!\\)\|\s*", row.strip().removeprefix("|")) for row in found[0].split("\n")]
     lines = ["", ""]
     for row in rows:
-        named = [f"{name}: {cell}" if name else cell for name, cell in zip_longest(columns, row, fillvalue="") if cell]
-        lines.append(f"- {', '.join(named).rstrip('.')}." if named else "")
+        named = named_cells(zip_longest(columns, row, fillvalue=""))
+        lines.append(f"| {named.rstrip('.')}." if named else "")
     return "\n".join(lines)
 
 
@@ -199,7 +210,7 @@ def unwrapped(paragraph: str) -> list[str]:
 def is_wrapped(text: str, line: str, widest: int) -> bool:
     """Whether a text goes on in the next line, as its last line had no room for that line's first word."""
     last, words = text.rpartition("\n")[2], line.split()
-    if not words or ITEM.match(line) or KEY.match(text) and KEY.match(line):
+    if not words or ITEM.match(line) or RECORD.match(text) or KEY.match(text) and KEY.match(line):
         return False
     if GOES_ON.search(last) or words[0][0].islower() or ITEM.match(text) and line[0].isspace():
         return True

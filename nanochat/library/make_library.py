@@ -2,18 +2,14 @@
 Passages of a folder or of Python's documentation: `python -m scripts.library` makes them; the assistant looks them up.
 
 A passage's title is a Python object's name, the heading above it, or else its file's; passages.py says what a passage
-of a file is. nanochat/inference/retrieval.py reads what this module writes.
+of a file is. nanochat/library/retrieval.py reads what this module writes.
 """
-import sys
-import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
-from nanochat.corpus.markup import markdown
-from nanochat.corpus.own_files import (
+from nanochat.data.sentences import sentence_ends
+from nanochat.library.markup import markdown
+from nanochat.library.own_files import (
     EXPECTED,
     LIBRARY_FILE,
     TEXT_SUFFIXES,
@@ -25,12 +21,10 @@ from nanochat.corpus.own_files import (
     own_path,
     say,
 )
-from nanochat.corpus.passages import CONTROL, split_paragraph, text_passages
-from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
-from nanochat.data.sentences import sentence_ends
-from nanochat.inference.retrieval import FORM, Library, connect, key_of, last_part, library_path
-from nanochat.inference.tools import Tools, found_by, open_tools
-from nanochat.inference.words import parts, stems, words
+from nanochat.library.passages import CONTROL, split_paragraph, text_passages
+from nanochat.library.python_docs import documentation, first_paragraph, first_sentence
+from nanochat.library.retrieval import FORM, connect, key_of, last_part, library_path
+from nanochat.library.words import stems, with_dates
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.progress import progress
@@ -38,13 +32,11 @@ from nanochat.runtime.progress import progress
 # Characters of a text that are read at a time. Only logs are longer; a longer text loses the headings above a cut.
 PIECE = 1 << 24
 UNREAD = "could not be read, or not to the end"
-PATIENCE = 10  # seconds that a question waits while changed files are read
 SCHEMA = """
 PRAGMA journal_mode = OFF; BEGIN;
 CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE passages(id INTEGER PRIMARY KEY, title TEXT, text TEXT, place TEXT, key TEXT, last TEXT, context TEXT);
 CREATE TABLE words(word TEXT PRIMARY KEY, passages INTEGER) WITHOUT ROWID;
-CREATE TABLE known(word TEXT PRIMARY KEY, count INTEGER) WITHOUT ROWID;
 CREATE VIRTUAL TABLE stems USING fts5(about, sentence, rest, tokenize='ascii');
 """
 INSERT = "INSERT INTO passages VALUES (NULL, ?1, ?2, ?3, key_of(?1), last_part(key_of(?1)), ?4)"
@@ -78,13 +70,12 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         if name == "python":
             raise UserError(f"library 'python' is Python's own; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
-    counts: Counter[str] = Counter()  # of words
-    split = lru_cache(1 << 16)(lambda word: " ".join([word, *parts(word, counts.__getitem__)]))
+    known: set[str] = set()
     functions = {
         "key_of": key_of,
         "last_part": last_part,
         "first_sentence": lambda text: text[: sentence_ends(text)[0]],
-        "stems": lambda text: " ".join(stems(" ".join(map(split, words(text))))),
+        "stems": lambda text: " ".join(stems(with_dates(text), known)),
     }
     with write_aside(place) as aside:
         database = connect(aside.as_uri())
@@ -101,77 +92,12 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         if not count:
             raise UserError(f"nothing to read in {source}: expected text in {EXPECTED}")
         for context, text in database.execute("SELECT context, text FROM passages"):
-            counts.update(words(f"{context} {text}"))
-        database.executemany("INSERT INTO known VALUES (?, ?)", counts.items())
+            known.update(stems(with_dates(f"{context} {text}")))
         database.executescript(FINISH)
         database.close()
     if not quiet:
         print(f"{place}: {count:,} passages, {place.stat().st_size / 1e6:.1f} MB")
     return place
-
-
-class FreshTools(Tools):
-    """Tools whose library is made again when the user's files that it was made from have changed."""
-
-    def __init__(self, library: Library | None, copying: bool) -> None:
-        super().__init__(library, copying)
-        self.files = "not looked yet"   # fingerprint at the last look
-        self.next_look = 0.0            # of time.monotonic()
-        self.began = 0.0
-        self.reader: threading.Thread | None = None     # a daemon, so the program need not wait for it to end
-        self.lock = threading.Lock()
-
-    def refresh(self) -> None:
-        """Look for changes. A question waits for the reading, but after PATIENCE the old library answers it."""
-        # Python's documentation has no fingerprint.
-        if not self.library or not self.library.manifest["files"]:
-            return
-        with self.lock:
-            now = time.monotonic()
-            if self.reader is None or not self.reader.is_alive():
-                if now < self.next_look:
-                    return
-                self.began = now
-                self.reader = threading.Thread(target=self.read_changes, args=[self.library], daemon=True)
-                self.reader.start()
-        self.reader.join(max(0.0, self.began + PATIENCE - now))
-
-    def read_changes(self, library: Library) -> None:
-        """library: the present one. It stays after an error, which is one line for each state of the files."""
-        source = library.manifest["source"]
-        try:
-            files = fingerprint(source)
-            if files == self.files:
-                return
-            self.files = files
-            try:
-                # It may be as new as they are, if another process has made it. Then its settings are also the new ones.
-                made = Library(library.path)
-            except UserError:
-                made = library
-            if made.manifest["files"] != files:
-                # An absolute name is a path: the file that is open is replaced, wherever it lies.
-                name = str(library.path.absolute().with_suffix(""))
-                settings = made.manifest["field"], made.manifest["encoding"]
-                made = Library(make_library(source, name, *settings, quiet=True))
-            self.library = made
-            found_by.cache_clear()  # it would keep the old library's file open
-            if time.monotonic() > self.began + 1:
-                print(f"{source} has changed and was read again", file=sys.stderr)
-        # Whatever is wrong with the files: an answer from the library as it was is better than none.
-        except Exception as error:
-            print(f"{source} has changed, but cannot be read again: {first_line(error)}", file=sys.stderr)
-        finally:
-            # If it took longer than half a second, five times what is more passes before the next look.
-            now = time.monotonic()
-            self.next_look = now + 5 * (now - self.began - 0.5)
-
-
-def open_library(file: str | None, copying: bool = True) -> Tools:
-    """The tools with a library, see `open_tools`, which is made again if its files have changed."""
-    tools = FreshTools(open_tools(file, copying).library, copying)
-    tools.refresh()
-    return tools
 
 
 # ---- Passages
@@ -185,12 +111,12 @@ def file_passages(source: Path, encoding: str, field: str, notes: Notes) -> Iter
         has_lines = kind in TEXT_SUFFIXES and kind != "html"
         before = 0  # lines before this text of the file
         try:
-            for row, text in enumerate(file_texts(file, encoding, PIECE, notes, field), start=1):
+            for row, text in enumerate(file_texts(file, encoding, PIECE, notes, field, named=True), start=1):
                 # A plain text's marks are its own: a password may have any of them.
                 passages = text_passages(markdown(text, kind), stem, "\n" if has_lines else " ", kind != "txt")
                 for title, passage, line, context in passages:
                     number = before + line if has_lines else row
-                    yield title, passage, f"{name}:{number}", context
+                    yield title, passage, name if kind == "html" else f"{name}:{number}", context
                 before += text.count("\n")
                 # One line more: the separator between this text and the next, if that is why it ends.
                 if len(text) < PIECE // 4:

@@ -1,5 +1,5 @@
 """
-Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/corpus/make_library.py makes.
+Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/library/make_library.py makes.
 
     library = Library(path)
     library.lookup("str.partition")        the passage with that title, or the nearest
@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.data.sentences import CODE, sentence_ends
-from nanochat.inference.words import begins_back, common_stems, normal_form, parts, stems, telling_words, words
+from nanochat.library.words import (
+    GERMAN,
+    STOP_WORDS,
+    begins_back,
+    common_stems,
+    normal_form,
+    stems,
+    telling_words,
+    words,
+)
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import base_dir
 
@@ -38,14 +47,14 @@ ENOUGH = 0.5
 LAST = 0.1
 # A stem weighs as much if at most every second passage has it.
 RARE = math.log(3)
-# The share of a stem's weight by which a passage loses if only other files have it.
-ELSEWHERE = 0.3
-MOST_PLACES = 1000  # a stem that more passages have tells little about a file, and finding its files takes long
 # A word after the first may be a name, if it begins with a capital letter. A call's text begins with a blank if there
 # are words before it.
-NAME = re.compile(r"(?<=\s)[^\W\d_]\w*")
+NAME = re.compile(r"(?<=\s)\w+")
+# What keeps a date for a program, in a note's front matter or below a heading of Org.
+RECORD = re.compile(r"(?i)\s*(created|date|modified|updated|closed|deadline|scheduled)\w*: *[<[]?\d{4}-")
+STOP_STEMS = frozenset(stems(" ".join(STOP_WORDS)))
 # Format of the file: other formats cannot be read. It changes with the stems and the tables.
-FORM = "4"
+FORM = "5"
 # The lowest difflib ratio for the last part of a misspelled title.
 SIMILAR = 0.85
 # The most work of one `lookup` or `search`, in units of WORK_UNIT steps of SQLite's virtual machine: half a second to a
@@ -53,6 +62,7 @@ SIMILAR = 0.85
 # of a question's words take 450 units, and 840 with the comparison of titles.
 MOST_WORK = 1000
 WORK_UNIT = 10_000
+PUNCTUATION = "`*_'\"?!.,;: "  # around a title or a word
 # Characters of a question that are read.
 LONGEST = 256
 
@@ -68,7 +78,8 @@ RANKED = f"""SELECT one.title, one.text, one.place, about, sentence, rest, -best
 (SELECT rowid AS id, rank AS score FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best
 JOIN passages AS one ON one.id = best.id JOIN stems ON stems.rowid = best.id
 ORDER BY best.score"""
-PLACES = "SELECT place FROM stems JOIN passages ON id = stems.rowid WHERE stems MATCH '\"' || ? || '\"'"
+# One of the passages that are below a heading, or in a file, with this stem.
+SUBJECT = "SELECT 1 FROM stems WHERE stems MATCH 'about : \"' || ? || '\"' LIMIT 1"
 
 
 class Passage(NamedTuple):
@@ -76,6 +87,7 @@ class Passage(NamedTuple):
     text: str           # from the sentence that answers
     place: str          # where the text begins, such as "notes/wine.md:14"
     before: str = ""    # the passage's sentences before the text, which a reply's source shows
+    missing: str = ""   # words of the question that neither the passage nor what it is found by has, such as "Belgrade"
 
 
 class SearchFailed(UserError):
@@ -161,12 +173,10 @@ class Library:
         def weight_in(found: Set[str]) -> float:
             return sum(weights[stem] for stem in sorted(weights.keys() & found))
 
-        last: set[str] = set()
+        # Between blanks: "json.partition" is one word.
+        told = [(word, found) for word in line.split() if (found := self.stems(telling_words(word)))]
         # Python's passages are not asked about by subject.
-        if self.is_own:
-            # Between blanks: "json.partition" is one word.
-            for word in line.split():
-                last = self.stems(telling_words(word)) or last
+        last = told[-1][1] if told and self.is_own else set()
         total = sum(weights.values()) + LAST * weight_in(last)
         rarest = sorted(weights, key=weights.get)[-TERMS:]
         # BM25 gives no weight to a stem that half of the passages have, but ranking those takes most of the time. A
@@ -174,8 +184,12 @@ class Library:
         rare = [stem for stem in rarest if weights[stem] >= RARE]
         if weight_in(set(rare)) >= (1 - ENOUGH) * total:
             rarest = rare
-        files = self.files_of(weights.keys() - common, weights) if self.is_own else {}
-        names = self.stems(names_in(line) or names_in(question))
+        # What a passage of one's notes must have: numbers, names, and what other notes are about. "The colour of box 1"
+        # is not that of box 7, a family doctor's hours are not the vet's.
+        needed: set[str] = set()
+        if self.is_own:
+            needed = weights.keys() & self.stems(names_in(line) or names_in(question))
+            needed |= {stem for stem in asked if self.query(SUBJECT, stem)}
         ranking = []
         rows = self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest) or '""')
         for title, text, place, *columns, score in rows:
@@ -185,18 +199,13 @@ class Library:
             # words count more; between equal matches, a shorter one is better.
             in_all = weight_in(found)
             score = in_all + 0.3 * weight_in(sentence) + 0.3 * score - 0.07 * len(columns[1].split())
-            # A note about house insurance does not answer what car insurance costs if other notes are about cars; and
-            # what is said of someone else never answers "How old is Marek?" if the library knows a Marek.
-            elsewhere = {stem for stem, having in files.items() if stem not in found and file_of(place) not in having}
-            weight = in_all - ELSEWHERE * weight_in(elsewhere) + LAST * weight_in(last & found)
-            is_enough = weight > ENOUGH * total and (not asked or asked & found) and not elsewhere & names
-            # A note's passage of nothing but words of the question, such as a link, says nothing about them.
-            is_link = self.is_own and sentence | rest <= weights.keys()
-            if is_enough and not is_link:
-                ranking.append((score, about, title, text, place))
+            weight = in_all + LAST * weight_in(last & found)
+            is_enough = weight > ENOUGH * total and (not asked or asked & found)
+            if is_enough and needed <= found and (not self.is_own or says_more(text, sentence | rest, weights.keys())):
+                ranking.append((score, found, about, title, text, place))
         if not ranking:
             return None
-        _, about, title, text, place = max(ranking, key=lambda row: row[0])
+        _, found, about, title, text, place = max(ranking, key=lambda row: row[0])
         if not self.is_own:
             # Python's documentation is quoted from its first sentence, which says what the object is.
             return passage_of(title, text, place)
@@ -208,29 +217,20 @@ class Library:
             sentence = text[start:end]
             if not begins_back(sentence):
                 begin = start
-            found = self.stems(words(sentence))
-            weight = weight_in(found & asked) - weight_in(found & asked & about) / 2, weight_in(found)
+            having = self.stems(words(sentence))
+            weight = weight_in(having & asked) - weight_in(having & asked & about) / 2, weight_in(having)
             if weight > most:
                 most, chosen = weight, begin
             start = end + text[end : end + 1].isspace()
-        return passage_of(title, text, place, chosen)
-
-    def files_of(self, asked: Set[str], weights: dict[str, float]) -> dict[str, set[str]]:
-        """The files that have each of these stems, of those that the library has, but not too often."""
-        files = {}
-        for stem in asked:
-            if weights[stem] >= max(RARE, math.log(1 + self.passages / MOST_PLACES)):
-                having = {file_of(place) for place, in self.query(PLACES, stem)}
-                if having:
-                    files[stem] = having
-        return files
+        missing = ", ".join(word.strip(PUNCTUATION) for word, stems in told if not stems & (found | common))
+        return passage_of(title, text, place, chosen, missing)
 
     def stems(self, words: list[str]) -> set[str]:
-        """The stems of these words; of a compound those of its parts, which the library may have in other compounds."""
-        found = []
-        for word in words:
-            found += parts(word, self.count) or [word]
-        return set(stems(" ".join(found)))
+        return set(stems(" ".join(words), self))
+
+    def __contains__(self, stem: object) -> bool:
+        """Whether a passage has this stem."""
+        return bool(self.query("SELECT 1 FROM words WHERE word = ?", stem))
 
     def weights(self, telling: list[str], common: frozenset[str]) -> dict[str, float]:
         """
@@ -247,10 +247,6 @@ class Library:
             return {}
         median = sorted(weights.values())[len(weights) // 2]
         return dict.fromkeys((stem for stem in asked if stem not in common), median) | weights
-
-    def count(self, word: str) -> int:
-        """How often the library has a word."""
-        return sum(count for count, in self.query("SELECT count FROM known WHERE word = ?", word))
 
     def spend(self) -> bool:
         """Count a unit of work; True ends the query."""
@@ -277,19 +273,32 @@ def connect(address: str) -> "sqlite3.Connection":
     return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
 
 
-def passage_of(title: str, text: str, place: str, start: int = 0) -> Passage:
+def passage_of(title: str, text: str, place: str, start: int = 0, missing: str = "") -> Passage:
     """A row of the table, from one of its sentences. Prose becomes one line; code stays in lines."""
     prose, fence, code = text.partition(CODE)
     before, text = (part.replace("\n", " ") for part in (prose[:start], prose[start:]))
     if lines := prose.count("\n", 0, start):
         file, _, line = place.rpartition(":")
         place = f"{file}:{int(line) + lines}"
-    return Passage(title, text + fence + code, place, before)
+    return Passage(title, text + fence + code, place, before, missing)
+
+
+def says_more(text: str, found: Set[str], asked: Set[str]) -> bool:
+    """
+    Whether a note's passage with these stems says more than a question: it is no link, nothing that announces what is
+    not there, no question, and no record of a date unless the question has the record's name.
+    """
+    record = RECORD.match(text)
+    if text.endswith(("?", "？")) or record and asked.isdisjoint(stems(record[1])):
+        return False
+    return not (found - STOP_STEMS if text.endswith(":") else found) <= asked
 
 
 def names_in(text: str) -> list[str]:
-    """The words that may be names."""
-    return words(" ".join(name for name in NAME.findall(text) if name[0].isupper()))
+    """The words that are numbers or may be names. In German, whose nouns all look like names, only the numbers."""
+    has_names = GERMAN.isdisjoint(words(text))
+    names = NAME.findall(unicodedata.normalize("NFC", text))
+    return words(" ".join(name for name in names if not name.isalpha() or name.istitle() and has_names))
 
 
 def library_path(name: str) -> Path:
@@ -299,7 +308,7 @@ def library_path(name: str) -> Path:
 def key_of(title: str) -> str:
     """A title as it is compared: "`fs.readFile(path)`" -> "fs.readfile"."""
     title = normal_form(title)
-    return " ".join((title.partition("(")[0] or title).strip("`*_'\"?!. ").split())
+    return " ".join((title.partition("(")[0] or title).strip(PUNCTUATION).split())
 
 
 def is_word(key: str) -> bool:
@@ -312,5 +321,5 @@ def last_part(key: str) -> str:
 
 
 def file_of(place: str) -> str:
-    """The file of a place: "notes/wine.md:14" -> "notes/wine.md"; "" for a Python object."""
-    return place.rpartition(":")[0]
+    """The file of a place: "notes/wine.md:14" -> "notes/wine.md"; other places stay as they are."""
+    return re.sub(r":\d+\Z", "", place)
