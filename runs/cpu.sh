@@ -12,7 +12,7 @@ page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=$library})
 once python -m scripts.dataset --source=tinyworld
 once python -m scripts.library --source=python
 [ -z "${folder:-}" ] || once python -m scripts.library --source="$folder" --name=$library
-once python -m scripts.tok_train --data=tinyworld --vocab_size=4096 --tasks="pydoc, run[:4000], notes[:6000]"
+once python -m scripts.tok_train --data=tinyworld --vocab_size=4096 --tasks="pydoc, run[:4000], notes[:6000], typed:messages[:8000]"
 # Heads of 64 learn to copy sooner than heads of 128; on text alone they were worse (docs/tried.md). One warmdown
 # for all rates: with two, which are better on text, the assistant was not. More than these 200 steps, and lower rates,
 # make better text but no better assistant, since mid-training asks for each fact many times (docs/tried.md).
