@@ -21,9 +21,8 @@ from nanochat.library.words import UNSPACED, normal_form, telling_words
 from nanochat.runtime.files import read_toml
 
 DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d{1,2}(?!\d))")
-SIGNS = str.maketrans({
-    "−": "-", "–": "-", "×": "*", "·": "*", "÷": "/", "⁄": "/", "^": "**", "$": "", "€": "", "£": "", "¥": ""})
-POWERS = str.maketrans({"²": "**2", "³": "**3"})  # normal_form would make digits of them
+SIGNS = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*", "÷": "/", "^": "**", "²": "**2", "³": "**3",
+                       "$": "", "€": "", "£": "", "¥": ""})
 X = re.compile(r"(?<=[\d)])\s*[xх]\s*(?=[-\d(.])")
 COLON = re.compile(r"(?<=\d)(?:\s*:\s+|\s+:|:(?!\d\d(?!\d)))(?=\d)")  # 24:6 is divided, 12:30 is a time
 STRETCH = re.compile(r"[-+*/%<>=().,\d\s]*\d[-+*/%<>=().,\d\s]*")
@@ -48,22 +47,20 @@ class Language(NamedTuple):
     says: dict[str, str]                    # the sentences of answers
     common: set[str]                        # its words for sums and its stop words, to know the language
     around: re.Pattern[str]                 # what may stand around a sum
-    signs: dict[str, str]                   # words for signs
+    signs: dict[str, str]                   # words for signs and numbers
     sign: re.Pattern[str]
     forms: list[tuple[re.Pattern[str], str]]    # what takes the place of other ways to name a sum
 
 
 def read_sum(question: str) -> Sum | None:
     """The sum that a question asks for; None if it asks for something else."""
-    text = normal_form(question.translate(POWERS)).translate(SIGNS)
-    text = NUMBER_WORDS.sub(lambda word: NUMBERS[word[0]], text)
+    says, _, around, signs, sign, forms = LANGUAGES[language_of(question)]
+    text = sign.sub(lambda word: f" {signs[word[0]]} ", normal_form(question.translate(SIGNS)))
     if len(text) > MAX_LENGTH or not re.search(r"\d", text):
         return None
-    says, _, around, signs, sign, forms = LANGUAGES[language_of(text)]
     text = COLON.sub(" / ", X.sub(" * ", DECIMAL_COMMA.sub(".", text)))
     for form, meant in forms:
         text = form.sub(meant, text)
-    text = sign.sub(lambda word: f" {signs[word[0]]} ", text)
     unreadable = Sum("", says["unreadable"])
     if telling_words(around.sub(" ", STRETCH.sub("|", text))):
         left = " ".join(around.sub(" ", text).strip(" ?!.=").split())
@@ -119,8 +116,9 @@ def read_form(line: str) -> tuple[re.Pattern[str], str]:
 
 
 def pattern(phrases: Iterable[str]) -> re.Pattern[str]:
-    """Any of these phrases, the longest first."""
-    return re.compile("|".join(edged(re.escape(phrase), phrase) for phrase in sorted(phrases, key=len, reverse=True)))
+    """Any of these phrases, the longest first, and none within "twenty-fold"."""
+    longest = sorted(phrases, key=len, reverse=True)
+    return re.compile("|".join(f"(?<!-){edged(re.escape(phrase), phrase)}(?!-)" for phrase in longest))
 
 
 def edged(expression: str, text: str) -> str:
@@ -136,6 +134,3 @@ def listed(text: str) -> list[str]:
 
 TEXTS = read_toml("inference/sums.toml")
 LANGUAGES = {language: read_language(says, words.LANGUAGES[language]) for language, says in TEXTS.items()}
-NUMBERS = {word: str(value) for texts in TEXTS.values()
-           for word, value in zip(normal_form(texts["numbers"]).split(), [*range(21), *range(30, 101, 10)])}
-NUMBER_WORDS = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(NUMBERS, key=len, reverse=True))})(?![\w-])")
