@@ -96,10 +96,10 @@ class Tools:
         """
         if not questions:
             return Plan()
-        lost = TEXTS[language_of(questions[-1])]["lost"]
-        if is_small_talk(questions[-1]):
-            return Plan(lost, is_small_talk=True)
         *before, last = map(question_in, questions[-3:])
+        lost = TEXTS[language_of(last)]["lost"]
+        if is_small_talk(last):
+            return Plan(lost, is_small_talk=True)
         if wanted := read_sum(last):
             return Plan(lost, *wanted)
         last = last[-LONGEST:]
@@ -151,7 +151,7 @@ def open_tools(library: str | None, copying: bool = True) -> Tools:
     """The tools with a library, given by its name or its file; None: Python's library, if it has been made."""
     path = library_path(library or "python")
     if library is None and not path.is_file():
-        return Tools()
+        return Tools(None, copying)
     if library and "/" in library:
         path = Path(library).expanduser()
     return Tools(Library(path), copying)
