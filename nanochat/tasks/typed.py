@@ -17,7 +17,7 @@ from nanochat.inference.sums import read_sum
 from nanochat.tasks.common import read_texts, shuffled, single_turn
 
 SUMS = 2_000    # to train on
-PASSES = 4      # over the messages to train on, all but the first in other forms
+PASSES = 6      # over the messages to train on, all but the first in other forms
 # A sentence that says that there is no result.
 HONEST = re.compile(r"\b(cannot|do not know)\b")
 WORD = re.compile(r"-?\d+(?:\.\d+)?|[a-z]+")
