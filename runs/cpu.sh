@@ -26,17 +26,17 @@ judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=160 --tasks="ty
 # after:…: a question of another task comes first. Without these, arithmetic after a lookup was 44% right.
 once python -m scripts.mid_train --model_tag=$tag --resume=auto --eval_every=500 --matrix_lr=0.03 --warmdown_ratio=1 \
     $batch $keep \
-    --tasks="tinyworld, tinyworld[:13000], after:lookup+arithmetic[:700], after:search+spellingbee[:700], after:lookup+tinyworld[:600],
+    --tasks="tinyworld, tinyworld[:16000], after:lookup+arithmetic[:700], after:search+spellingbee[:700], after:lookup+tinyworld[:600],
         after:lookup+tinyworld:identity[:300], after:arithmetic+lookup[:400], after:tinyworld+search[:300],
         arithmetic[:4000], typed:sums[:1500], typed:messages, after:lookup+typed:messages[:400],
-        after:notes+typed:sums[:300], spellingbee[:3000], spellingbee:hand[:6000], words:tinyworld[:5000],
-        words:tinyworld:hand, run[:15000], lookup[:5000], lookup:unknown[:2000], lookup:talk[:2000], search[:7500],
-        search:unknown[:5000], notes[:8000], notes:unknown[:2000], notes:talk[:3000]"
+        after:notes+typed:sums[:300], spellingbee[:3000], spellingbee:hand[:8000], words:tinyworld[:5000],
+        words:tinyworld:hand, run[:15000], lookup[:5000], lookup:unknown[:2000], lookup:talk[:2500], search[:7500],
+        search:unknown[:5000], notes[:8000], notes:unknown[:2000], notes:talk[:5000]"
 once "${judge[@]}" --source=mid --max_problems=100
 # Embeddings and head stay as they are: trained on one task's rewards, they cost other tasks up to 2 points. Compiling
 # took 12 to 22 seconds, and made these short steps no faster.
-once python -m scripts.chat_rl --source=mid --model_tag=$tag --resume=auto --task="run[18000:]" --num_iterations=70 \
-    --init_lr_frac=0.3 --embedding_lr=0 --unembedding_lr=0 --num_samples=8 --max_new_tokens=128 --eval_every=100 \
+once python -m scripts.chat_rl --source=mid --model_tag=$tag --resume=auto --task="run[18000:]" --num_iterations=45 \
+    --init_lr_frac=0.25 --embedding_lr=0 --unembedding_lr=0 --num_samples=8 --max_new_tokens=128 --eval_every=100 \
     --device_batch_size=16 --eval_examples=200 --eval_samples=1 --save_every=20 --keep_last=2 --compile=False
 once "${judge[@]}" --source=rl --max_problems=400
 once python -m scripts.report --model_tag=$tag
