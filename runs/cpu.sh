@@ -20,14 +20,15 @@ once python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=aut
     --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=200 --eval_every=50 --sample_every=100 \
     --embedding_lr=0.4 --unembedding_lr=0.008 --matrix_lr=0.04 --warmdown_ratio=0.6 $batch $keep
 # ---- The assistant, judged by held-out problems. base_train has measured the base model. Fine-tuning did not help.
-judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=160 --tasks="typed:sums, typed:messages, tinyworld:facts, tinyworld:identity,
-    arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run, lookup, lookup:unknown, lookup:talk, search,
-    search:unknown, notes, notes:unknown, notes:talk")
+judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=160 --tasks="typed:sums, typed:messages, tinyworld:facts,
+    tinyworld:identity, arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run, lookup, lookup:unknown,
+    lookup:talk, search, search:unknown, notes, notes:unknown, notes:talk")
 # after:…: a question of another task comes first. Without these, arithmetic after a lookup was 44% right.
 once python -m scripts.mid_train --model_tag=$tag --resume=auto --eval_every=500 --matrix_lr=0.03 --warmdown_ratio=1 \
     $batch $keep \
-    --tasks="tinyworld, tinyworld[:16000], after:lookup+arithmetic[:700], after:search+spellingbee[:700], after:lookup+tinyworld[:600],
-        after:lookup+tinyworld:identity[:300], after:arithmetic+lookup[:400], after:tinyworld+search[:300],
+    --tasks="tinyworld, tinyworld[:16000], after:lookup+arithmetic[:700], after:search+spellingbee[:700],
+        after:lookup+tinyworld[:600], after:lookup+tinyworld:identity[:300], after:arithmetic+lookup[:400],
+        after:tinyworld+search[:300],
         arithmetic[:4000], typed:sums[:1500], typed:messages, after:lookup+typed:messages[:400],
         after:notes+typed:sums[:300], spellingbee[:3000], spellingbee:hand[:8000], words:tinyworld[:5000],
         words:tinyworld:hand, run[:15000], lookup[:5000], lookup:unknown[:2000], lookup:talk[:2500], search[:7500],
