@@ -29,9 +29,9 @@ copying = True              # copy calls and quotations exactly (nanochat/infere
 configure(globals())
 
 # NANOCHAT_API_KEY=... demands a key. The server uses one GPU, or the CPU: with several GPUs start one on each port, and
-# a proxy in front (--allowed_hosts=chat.example.org), which also keeps floods away. SIGTERM ends the server when all
-# accepted requests are answered, after a few seconds at the latest; Ctrl-C ends it at once. If an engine fails, the
-# server ends with exit code 1, so that a supervisor can start it again.
+# a proxy in front (--allowed_hosts=chat.example.org), which also keeps floods away. SIGTERM and Ctrl-C end the server
+# when all accepted requests are answered, after a few seconds at the latest. If an engine fails, the server ends with
+# exit code 1, so that a supervisor can start it again.
 import os
 import socket
 from pathlib import Path

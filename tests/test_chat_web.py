@@ -14,7 +14,6 @@ import struct
 import subprocess
 import threading
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -25,7 +24,6 @@ from conftest import REPO
 from pace import Pace, chat_web
 from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
-import nanochat.serve.served_model
 from nanochat.data.conversation import render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
@@ -36,8 +34,7 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.errors import UserError
 from nanochat.serve.app import create_app
-from nanochat.serve.openai_requests import ChatRequest, CompletionRequest
-from nanochat.serve.protocol import ApiError
+from nanochat.serve.openai_requests import ChatRequest
 from nanochat.serve.replies import ChatReply
 from nanochat.serve.served_model import ServedModel
 from nanochat.serve.server import Server
@@ -207,7 +204,6 @@ def test_completions_and_models(server, engines):
     several = complete(prompt=texts, n=2)
     assert [choice.text for choice in several.choices] == [expected[0]] * 2 + [expected[1]] * 2
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (sum(map(len, prompts)), 64)
-    assert complete(prompt=prompts[0]).choices[0].text == expected[0]
     chunks = [chunk.choices[0] for chunk in complete(prompt=texts[1], stream=True)]
     assert "".join(chunk.text for chunk in chunks) == expected[1] and chunks[-1].finish_reason == "length"
 
@@ -255,30 +251,29 @@ def test_logprobs_of_a_chat_are_those_of_its_content(server, engines):
 
 
 def test_logprobs_of_completions(server):
-    """Of texts and of token ids, without <|bos|> and with it, each at its place in the text. A stream says the same."""
+    """Of several texts, each token at its place in the text. A stream says the same."""
     model, bos = writing_model(), TOKENIZER.get_bos_token_id()
     texts = ["the 北 thing", "other"]
     ids = [[bos, *TOKENIZER.encode(text)] for text in texts]
     create = functools.partial(
         server.client.completions.create, model="tiny-sft", max_tokens=12, temperature=0, logprobs=2)
-    for prompt in (texts, ids, [tokens[1:] for tokens in ids]):
-        chunks = [chunk.choices[0] for chunk in create(prompt=prompt, stream=True)]
-        for choice in create(prompt=prompt).choices:
-            read, reported = ids[choice.index], choice.logprobs
-            written = list(model.generate(read, 12))
-            table = plain_logprobs(model, read + written)[len(read) - 1 :]
-            values = [row[token].item() for row, token in zip(table, written)]
-            assert reported.token_logprobs == pytest.approx(values, abs=1e-4)
-            for row, top in zip(table, reported.top_logprobs, strict=False):
-                best = row.topk(2).values.tolist()
-                assert sorted(top.values(), reverse=True)[:2] == pytest.approx(best, abs=1e-4)
-            # Bytes that are no character become one with the token after them.
-            known = [(at, name) for at, name in zip(reported.text_offset, reported.tokens) if name in choice.text]
-            assert len(known) >= 2 and all(choice.text[at:].lstrip("\ufffd").startswith(name) for at, name in known)
-            same = [chunk for chunk in chunks if chunk.index == choice.index]
-            assert "".join(chunk.text for chunk in same) == choice.text
-            for name in ("tokens", "token_logprobs", "text_offset"):
-                assert logprobs_of(same, name) == getattr(reported, name)
+    chunks = [chunk.choices[0] for chunk in create(prompt=texts, stream=True)]
+    for choice in create(prompt=texts).choices:
+        read, reported = ids[choice.index], choice.logprobs
+        written = list(model.generate(read, 12))
+        table = plain_logprobs(model, read + written)[len(read) - 1 :]
+        values = [row[token].item() for row, token in zip(table, written)]
+        assert reported.token_logprobs == pytest.approx(values, abs=1e-4)
+        for row, top in zip(table, reported.top_logprobs, strict=False):
+            best = row.topk(2).values.tolist()
+            assert sorted(top.values(), reverse=True)[:2] == pytest.approx(best, abs=1e-4)
+        # Bytes that are no character become one with the token after them.
+        known = [(at, name) for at, name in zip(reported.text_offset, reported.tokens) if name in choice.text]
+        assert len(known) >= 2 and all(choice.text[at:].lstrip("\ufffd").startswith(name) for at, name in known)
+        same = [chunk for chunk in chunks if chunk.index == choice.index]
+        assert "".join(chunk.text for chunk in same) == choice.text
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert logprobs_of(same, name) == getattr(reported, name)
 
 
 def test_penalties_and_biases_are_the_engines(server, engines):
@@ -303,7 +298,8 @@ def test_penalties_and_biases_are_the_engines(server, engines):
     ("content", {"messages": chat("?", "", [])}),
     ("'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
     ("maximum context length is 2048 tokens", {"messages": chat("x" * 2045)}),
-    ("267", {"prompt": [1, 268]}), ("string", {"prompt": 5}), (str(MOST), {"n": MOST + 1}),
+    ("string", {"prompt": [1, 268]}), ("list", {"prompt": 5}), ("1024", {"prompt": ["x"] * 1025}),
+    (str(MOST), {"n": MOST + 1}),
 ])
 def test_what_is_wrong_with_a_request_is_said(server, word, settings):
     ask = functools.partial(server.client.completions.create) if "prompt" in settings else functools.partial(
@@ -403,11 +399,10 @@ def test_bodies_that_are_none(server):
     responses += [(415, post("", **{"Content-Type": "text/plain"}))]
     responses += [(404, server.http.get("/health/"))]   # not sent on to wherever Host says
     responses += [(405, server.http.get(CHAT))]
-    zipped, none = post(b"\x1f\x8b", **{"Content-Encoding": "gzip"}), server.http.post("/v1/responses", json={})
-    assert "gzip" in zipped.json()["error"]["message"]
+    none = server.http.post("/v1/responses", json={})
     for name in ("/v1/responses", "scripts.export_hf", CHAT):
         assert name in none.json()["error"]["message"], "what is not here, where it is, and what is here"
-    for status, response in [*responses, (415, zipped), (404, none)]:
+    for status, response in [*responses, (404, none)]:
         assert response.status_code == status and set(response.json()["error"]) == ERROR, response.text
         assert len(response.content) < 1000
 
@@ -501,7 +496,7 @@ def test_the_page_runs_its_own_scripts_only(server):
 
 
 def test_zz_sigterm_lets_answers_end_for_a_while(server):
-    """One answer ends whole, and meanwhile nobody new gets in; after drain_s the others and the queue are told."""
+    """One answer ends whole, and meanwhile nobody new gets in; after DRAIN_SECONDS the others break off."""
     whole = server.ask(MARKER, max_tokens=30).choices[0].message.content
     server.pace.set(0.05)
     with ThreadPoolExecutor(1) as pool:
@@ -514,35 +509,21 @@ def test_zz_sigterm_lets_answers_end_for_a_while(server):
         half = server.connect(100)  # its body never comes, and what waits for that is ended without a traceback
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        server.pace.set(0.01)  # the long ones take 20 seconds at least, the short one less than a tenth of drain_s
+        server.pace.set(0.01)  # the long ones take 20 seconds at least, the short one less than a tenth of the time
         assert beginning + streamed(short) == whole
         with pytest.raises(openai.APIConnectionError):
             server.ask(MARKER)
         assert server.process.poll() is None
         for long in longs:
-            with pytest.raises(openai.APIError, match="stopping"):
+            with pytest.raises(openai.APIConnectionError):
                 list(long)
         assert time.monotonic() - started > DRAIN_SECONDS
-        with pytest.raises(openai.InternalServerError, match="stopping"):
+        with pytest.raises(openai.InternalServerError):
             waiting.result()
     half.close()
     assert server.process.wait(timeout=200) == 0
     log = server.log.read_text()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves tiny-sft, tiny-rl; Ctrl-C ends it\n", log), log
-
-
-def test_ctrl_c_ends_it_with_streams_open(tmp_path):
-    """At once, not after DRAIN_SECONDS: streams end with an error."""
-    server = Running(tmp_path, {"sft": writing_model()}, DRAIN_SECONDS=100)
-    server.pace.set(0.1)  # the answers take 100 seconds
-    stream = server.ask(MARKER, max_tokens=1000, n=8, stream=True)
-    for _ in range(8):
-        next(stream)
-    started = time.monotonic()
-    server.process.send_signal(signal.SIGINT)
-    with pytest.raises(openai.APIError, match="stopping"):
-        list(stream)
-    assert server.process.wait(timeout=200) == 0 and time.monotonic() - started < 50
 
 
 # ---- The application in this process
@@ -634,7 +615,7 @@ async def test_a_new_model_replaces_the_others_and_one_that_fails_does_not(monke
     app = create_app(served, 2000, {"temperature": 0.0, "top_k": 0}, newer=newer)
     async with app.router.lifespan_context(app):
         await until(lambda: served == [new])
-        await until(lambda: old.state == "stopping" and not old.thread.is_alive())
+        await until(lambda: old.state == "stopped" and not old.thread.is_alive())
         assert seen[:2] == [["old"], ["old"]] and new.state == "ready"
 
 
@@ -706,29 +687,15 @@ def test_no_request_makes_a_step_much_dearer():
 
 
 @run_async
-async def test_health_says_that_an_engine_is_slow_and_an_end_is_told_at_once(monkeypatch, pace):
-    monkeypatch.setattr(nanochat.serve.served_model, "SLOW_AFTER", 1)
+async def test_the_end_of_an_engine_is_told_at_once(pace):
     async with serving(pace.slow_down(make_engine())) as (client, model):
-        await ask(client, "?")
-        await asyncio.sleep(1.5)
-        assert model.condition == "ready", "an engine without requests is not slow"
         pace.set(math.inf)
-        slow = asyncio.create_task(ask(client, "slow"))
-        await until(lambda: model.condition == "slow")
-        health = await client.get("/health")
-        assert (health.status_code, health.json()["models"]) == (200, {"tiny-sft": "slow"})
+        asked = asyncio.create_task(ask(client, "?"))
+        await until(lambda: model.running)
         model.stop()
-        answer = await asyncio.wait_for(slow, 100)
-        assert answer.status_code == 503 and "stopping" in answer.text
+        answer = await asyncio.wait_for(asked, 100)
+        assert answer.status_code == 503 and "stopped" in answer.text
         pace.set(0)
-
-
-def test_prompts_are_counted_before_they_are_encoded():
-    """340,000 empty prompts would take 18 seconds. A model without a tokenizer refuses them."""
-    body = json.dumps({"model": "m", "prompt": ["x"] * 2, "n": 2})
-    asked = CompletionRequest.parse(body.encode(), {"temperature": 0.0, "top_k": 0})
-    with pytest.raises(ApiError, match="at most 2"):
-        asked.prepare(types.SimpleNamespace(max_batch=2), 10)
 
 
 # ---- Stop strings

@@ -64,9 +64,8 @@ class Reader(pickle.Unpickler):
 def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.pkl, a pickled tiktoken.Encoding. UserError for anything else; it runs nothing."""
     try:
-        fields = Reader(io.BytesIO(path.read_bytes())).load().state
-        return from_ranks(fields["mergeable_ranks"], fields["pat_str"], fields["special_tokens"], path)
-    except UserError:
-        raise
+        state = Reader(io.BytesIO(path.read_bytes())).load().state
+        fields = state["mergeable_ranks"], state["pat_str"], state["special_tokens"]
     except Exception as error:  # damaged opcodes can raise anything
         raise UserError(f"{path} is no pickle of a tokenizer: {type(error).__name__}: {error}") from error
+    return from_ranks(*fields, path)

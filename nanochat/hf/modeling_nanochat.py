@@ -7,7 +7,7 @@ The nanochat_*.py beside the copy are the sources of the model itself. There is 
 writes takes a pass over all tokens before it.
 """
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -33,10 +33,6 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.gpt = GPT(GPTConfig(**config.gpt))
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if not all(getattr(p, "_is_hf_initialized", False) for p in module.parameters(recurse=False)):
-            raise ValueError("weights are missing: this class only loads models that have all of theirs")
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, logits_to_keep: int = 0, **_

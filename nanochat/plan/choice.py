@@ -12,16 +12,11 @@ from nanochat.optim.recipe import accumulation_steps, choose_batch_size
 from nanochat.plan.memory import GIB, counted, samples_at_once, shaped, state_bytes
 from nanochat.plan.step_time import FP8_GPUS, step_time
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import read_toml
 from nanochat.runtime.flops import Gpu
 
 # Hours of pretraining: then all stages are done within a day.
 MAX_HOURS = 12
-# Steps of runs/cpu.sh: seconds that do not depend on the model, and all others counted in steps of pretraining.
-CPU_STEPS = {
-    "dataset-tinyworld": (4, 8), "tok_train-tinyworld": (4, 10),
-    "base-assistant-d{}": (17, 235), "mid-assistant-d{}": (20, 1120), "chat_eval-mid-assistant-d{}": (6, 30),
-    "rl-assistant-d{}": (8, 130), "chat_eval-rl-assistant-d{}": (13, 70),
-}
 # The most rows at a time: a step has 512, and with 32, gradients are summed half as often as with 16.
 MAX_ROWS = 32
 # A step as it runs for an hour, against the estimate, which does not wait for other GPUs: published ones of eight H100s
@@ -45,13 +40,15 @@ SOFTWARE = 12e9  # bytes of torch and its CUDA libraries, the tasks, compiled ke
 
 
 class Size(NamedTuple):
-    shards: int         # of text: at least a tenth more than one pass needs
-    ratio: float = 8.0  # tokens to train on, per parameter of matrices and head
+    """What speedrun.toml says of a depth."""
+
+    shards: int
+    ratio: float = 8.0
     vocab_size: int = 32768
 
 
-SIZES = {22: Size(125, 9.4, 49152), 20: Size(75), 18: Size(60), 16: Size(40), 14: Size(30), 12: Size(20),
-         10: Size(13), 8: Size(8)}
+SPEEDRUN = read_toml("plan/speedrun.toml")
+SIZES = {int(depth): Size(**fields) for depth, fields in SPEEDRUN["sizes"].items()}
 USUAL = 22, 20, 16, 12  # unless hours or depth are given
 
 
@@ -204,4 +201,5 @@ def disk(depth: int) -> int:
 
 def cpu_seconds(depth: int, step_ms: float) -> dict[str, float]:
     """Seconds of each step of runs/cpu.sh if a step of pretraining takes step_ms milliseconds."""
-    return {name.format(depth): seconds + steps * step_ms / 1000 for name, (seconds, steps) in CPU_STEPS.items()}
+    known = SPEEDRUN["cpu_steps"].items()
+    return {name.format(depth): seconds + steps * step_ms / 1000 for name, (seconds, steps) in known}

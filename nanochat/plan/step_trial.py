@@ -95,7 +95,7 @@ def try_steps(
     # torchrun writes more after the error of a rank
     errors = [line for line in lines if "out of memory" in line or "SIGKILL" in line or line.startswith("error: ")]
     problem = (errors or lines)[-1].removeprefix("error: ")
-    if done.returncode == -signal.SIGKILL:
+    if done.returncode == -signal.SIGKILL or "SIGKILL" in problem:
         problem = "out of memory: the system ended it"
     raise UserError(f"a training step with device_batch_size={rows} fails: {problem}")
 
@@ -110,7 +110,7 @@ def rows_that_train(most: int, config: GPTConfig, checkpointing: bool, ranks: in
             # In the second micro-step the memory also holds the first one's gradients.
             try_steps(config, rows, checkpointing, ranks, micro_steps=2)
         except UserError as error:
-            if "out of memory" not in str(error) and "SIGKILL" not in str(error):
+            if "out of memory" not in str(error):
                 raise
             return False
         return True

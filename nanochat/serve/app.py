@@ -22,7 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from nanochat.runtime.console import log_error
-from nanochat.serve.gate import Gate, read_body, show_error
+from nanochat.serve.gate import Gate, read_body, show_error, show_failure
 from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Json, Request
 from nanochat.serve.replies import ChatReply, Reply
@@ -69,7 +69,7 @@ def create_app(
             model.stop()
             model.thread.join(10)
 
-    handlers = {HTTPException: show_error}
+    handlers = {HTTPException: show_error, Exception: show_failure}
     app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
     # A redirect would send clients to any address that their Host header names.
     app.router.redirect_slashes = False
@@ -118,15 +118,14 @@ class Api:
 
     async def health(self, http: HttpRequest) -> Response:
         """
-        200 while every model can answer, however slowly. The body has each model's state (ready, slow or dead), and
-        how many answers are running or waiting.
+        200 while every model can answer. The body has each model's state, and how many answers are running or waiting.
         """
         is_ready = all(model.state == "ready" for model in self.models)
         body = {
             "status": "ok" if is_ready else "unavailable",
             "running": sum(model.running for model in self.models),
             "waiting": sum(model.waiting for model in self.models),
-            "models": {model.id: model.condition for model in self.models},
+            "models": {model.id: model.state for model in self.models},
         }
         return JSONResponse(body, 200 if is_ready else 503)
 

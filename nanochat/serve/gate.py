@@ -7,8 +7,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanochat.runtime.console import log_error
 from nanochat.serve.protocol import NOT_HERE, ApiError
@@ -25,9 +25,6 @@ async def read_body(http: HttpRequest) -> bytes:
     # Browsers let any page post other types to any address without a preflight request.
     if kind != "application/json":
         raise ApiError(415, "the body must be JSON: Content-Type: application/json")
-    encoding = http.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise ApiError(415, f"compressed bodies are not read: send it without Content-Encoding: {encoding:.80}")
     body = bytearray()
     try:
         async for part in http.stream():
@@ -41,22 +38,22 @@ async def read_body(http: HttpRequest) -> bytes:
 
 
 async def show_error(http: HttpRequest, error: HTTPException) -> Response:
-    # Other exceptions come from the router.
+    """ApiErrors, and what the router does not find."""
     if not isinstance(error, ApiError):
-        words = f"{http.method} {http.scope['path']:.80}"
-        if error.status_code == 404:
-            words += f" {NOT_HERE}; this one has {', '.join(route.path for route in http.app.routes)}"
-        else:
-            words += f": {error.detail}"
+        paths = ", ".join(route.path for route in http.app.routes)
+        words = f"{http.method} {http.scope['path']:.80} {NOT_HERE}; this one has {paths}"
         error = ApiError(error.status_code, words, headers=error.headers)
-    return JSONResponse(error.body(), error.status_code, error.headers)
+    return error.response()
+
+
+async def show_failure(http: HttpRequest, error: Exception) -> Response:
+    """An unforeseen error. The log says where it happened, without users' words."""
+    log_error("a request failed", error)
+    return ApiError(500, "something went wrong inside the server").response()
 
 
 class Gate:
-    """
-    Around everything: only clients who may ask get in, and an unforeseen error is answered. The log says where such an
-    error happened, without users' words.
-    """
+    """Around everything: only clients who may ask get in."""
 
     def __init__(self, app: ASGIApp, api_key: str, hosts: Sequence[str]):
         """hosts: names that the server answers to, besides those of this machine; none: any name."""
@@ -64,32 +61,18 @@ class Gate:
         self.hosts = [*map(str.lower, hosts), *LOOPBACK] if hosts else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        started = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        http = HttpRequest(scope, receive)
-        try:
-            self.check(scope["path"], http.headers)
-            await self.app(scope, receive, watched_send)
-        except Exception as error:
-            if not isinstance(error, ApiError):
-                log_error("a request failed", error)
-                error = ApiError(500, "something went wrong inside the server")
-            # A response that has begun can only break off.
-            if not started:
-                response = await show_error(http, error)
-                await response(scope, receive, send)
+        app = self.app
+        if scope["type"] == "http":
+            try:
+                self.check(scope["path"], Headers(scope=scope))
+            except ApiError as error:
+                app = error.response()
+        await app(scope, receive, send)
 
     def check(self, path: str, headers: Headers) -> None:
         """ApiError for a wrong key or host, or a body with two lengths."""
-        # Without a port, an IPv6 address's brackets and a final dot.
-        host = re.sub(r":\d+$", "", headers.get("host", "").lower()).strip("[]").rstrip(".")
+        # Without a port and an IPv6 address's brackets.
+        host = re.sub(r":\d+$", "", headers.get("host", "").lower()).strip("[]")
         # A web page may point its own name at 127.0.0.1 (DNS rebinding), but then the browser sends that name.
         # Load balancers, which ask for /health in HTTP/1.0, need not send a name.
         if self.hosts and "host" in headers and host not in self.hosts:

@@ -20,7 +20,7 @@ Extensions:
 
 Log-probabilities belong to the model's own distribution: after the softcap, before temperature and the request's other
 settings, in float32. In a chat `content` has them for the tokens of the content, and `others` for special tokens, calls
-and results, each with its offset in the text of all parts. A completion's prompt is read after <|bos|>.
+and results, each with its offset in the text of all parts. A completion's prompts are texts, read after <|bos|>.
 
 Messages may come in any order: consecutive system and user messages are one turn, the assistant may begin, and its
 message at the end is continued.
@@ -32,14 +32,11 @@ max_tokens -1 means no limit, as in llama.cpp; of max_tokens and max_completion_
 change the answer is an error: tools, response_format and echo are for servers of exported models.
 """
 import codecs
-from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from nanochat.data.conversation import parts, recent, render_prompt, render_text
-from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.files import read_toml
 from nanochat.serve.protocol import NOT_HERE, ApiError, Json, Request
@@ -47,27 +44,16 @@ from nanochat.serve.served_model import ServedModel
 
 # Parameters that are not fields of a request, and what happens to them.
 OTHERS = read_toml("serve/interface.toml")
+FIELDS = TypeAdapter(Json)
 NO_LIMIT = 10**9
 MaxTokens = Annotated[int, Field(ge=1), BeforeValidator(lambda count: NO_LIMIT if count == -1 else count)]
 # Fields that SamplingParams has under the same name, with the same meaning.
-SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
+SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logprobs"}
 
 
 def as_list(value: Any) -> Any:
     """OpenAI's interface takes a single text in place of a list."""
     return [value] if isinstance(value, str) else value
-
-
-def as_prompts(prompt: Any) -> list:
-    """The same for a single prompt, a text or its tokens."""
-    is_single = isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)
-    return [prompt] if is_single else prompt
-
-
-def check_tokens(tokens: Iterable[int], tokenizer: Tokenizer, param: str) -> None:
-    vocab_size = tokenizer.get_vocab_size()
-    if not all(0 <= token < vocab_size for token in tokens):
-        raise ApiError(400, f"{param}: the tokens are 0 to {vocab_size - 1}", param=param)
 
 
 class BaseRequest(BaseModel):
@@ -87,6 +73,8 @@ class BaseRequest(BaseModel):
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     seed: int | None = None
     n: int = Field(1, ge=1)
+    # How many of the most probable tokens are told for each token of the answer; None: no log-probabilities.
+    logprobs: int | None = Field(None, ge=0, le=20)
     # Every character of an answer is compared with every string.
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32), BeforeValidator(as_list)] = []
@@ -98,32 +86,17 @@ class BaseRequest(BaseModel):
         """The request in a body. ApiError, 400, for anything that cannot be answered as meant."""
         try:
             # PowerShell and others put a byte order mark in front.
-            fields = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
-        if not isinstance(fields, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        known = cls.model_fields.keys() | OTHERS["ignored"]
-        for name, value in fields.items():
-            if value and name not in known and value != OTHERS["neutral"].get(name):
-                words = f"{name:.80} {NOT_HERE}, or leave it out"
-                raise ApiError(400, words, "unsupported_parameter", name[:80])
-        try:
+            fields = FIELDS.validate_json(body.removeprefix(codecs.BOM_UTF8))
+            known = cls.model_fields.keys() | OTHERS["ignored"]
+            for name, value in fields.items():
+                if value and name not in known and value != OTHERS["neutral"].get(name):
+                    words = f"{name:.80} {NOT_HERE}, or leave it out"
+                    raise ApiError(400, words, "unsupported_parameter", name[:80])
             return cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
         except ValidationError as errors:
             error = errors.errors()[0]
             where = ".".join(map(str, error["loc"]))
-            raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
-
-    @property
-    def size(self) -> int:
-        """Choices in all."""
-        return self.n
-
-    @property
-    def top(self) -> int | None:
-        """How many of the most probable tokens are told for each token of the answer; None: no log-probabilities."""
-        raise NotImplementedError
+            raise ApiError(400, f"{where or 'the body'}: {error['msg']}", param=where) from None
 
     def encode(self, model: ServedModel) -> Json:
         """The fields of a Request that say what the model reads."""
@@ -131,20 +104,22 @@ class BaseRequest(BaseModel):
 
     def prepare(self, model: ServedModel, max_new_tokens: int) -> Request:
         """The request as an engine reads it. ApiError, 400, if this model cannot answer it."""
-        # Choices are counted before prompts are encoded: 340,000 empty prompts take 18 seconds.
-        if self.size > model.max_batch:
-            raise ApiError(400, f"too many answers at once: this server takes at most {model.max_batch}", param="n")
         encoded = self.encode(model)
-        longest = max(map(len, encoded["prompts"]))
+        prompts = encoded["prompts"]
+        if len(prompts) * self.n > model.max_batch:
+            raise ApiError(400, f"too many answers at once: this server takes at most {model.max_batch}", param="n")
+        longest = max(map(len, prompts))
         if longest > model.context:
             # OpenAI's words: clients look for them.
             words = (f"This model's maximum context length is {model.context} tokens. However, your {self.param} "
                      f"resulted in {longest} tokens. Please reduce the length of the {self.param}.")
             raise ApiError(400, words, "context_length_exceeded", self.param)
-        check_tokens(self.logit_bias, model.tokenizer, "logit_bias")
+        vocab_size = model.tokenizer.get_vocab_size()
+        if not all(0 <= token < vocab_size for token in self.logit_bias):
+            raise ApiError(400, f"logit_bias: the tokens are 0 to {vocab_size - 1}", param="logit_bias")
         sampling = SamplingParams(
             max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0),
-            tools=self.uses_tools and model.chats, logit_bias=tuple(self.logit_bias.items()), logprobs=self.top,
+            tools=self.uses_tools and model.chats, logit_bias=tuple(self.logit_bias.items()),
             **self.model_dump(include=SAME))
         return Request(sampling=sampling, n=self.n, stop=self.stop, **encoded)
 
@@ -187,15 +162,12 @@ class ChatRequest(BaseRequest):
     # OpenAI's newer name. Clients that do not know which one a server takes send both.
     max_completion_tokens: MaxTokens = NO_LIMIT
     truncation: Literal["auto", "disabled"] = "disabled"
-    logprobs: bool = False
+    # In a chat `logprobs` is true or false.
     top_logprobs: int = Field(0, ge=0, le=20)
 
     def model_post_init(self, context: Any) -> None:
         self.max_tokens = min(self.max_tokens, self.max_completion_tokens)
-
-    @property
-    def top(self) -> int | None:
-        return self.top_logprobs if self.logprobs or self.top_logprobs else None
+        self.logprobs = self.top_logprobs if self.logprobs or self.top_logprobs else None
 
     def encode(self, model: ServedModel) -> Json:
         turns = [message.turn() for message in self.messages]
@@ -213,33 +185,12 @@ class ChatRequest(BaseRequest):
         return {"prompts": [encoded(kept)], "forgotten": len(turns) - len(kept)}
 
 
-# FailFast() cannot be a part of a union.
-Tokens = Annotated[list[int], Field(fail_fast=True)]
-
-
 class CompletionRequest(BaseRequest):
-    """Continues texts or lists of tokens after <|bos|>, without tools. The tokens may be special ones."""
+    """Continues texts, without tools."""
     param: ClassVar[str] = "prompt"
-    prompt: Annotated[
-        str | Tokens | Annotated[list[str | Tokens], Field(fail_fast=True)], AfterValidator(as_prompts)]
+    # At most 1,024: 340,000 empty prompts take 18 seconds to encode.
+    prompt: Annotated[list[str], Field(min_length=1, max_length=1024), FailFast(), BeforeValidator(as_list)]
     max_tokens: MaxTokens = 16
-    # Even 0 asks for log-probabilities here.
-    logprobs: int | None = Field(None, ge=0, le=20)
-
-    @property
-    def top(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def size(self) -> int:
-        return len(self.prompt) * self.n
 
     def encode(self, model: ServedModel) -> Json:
-        tokenizer = model.tokenizer
-        bos = tokenizer.get_bos_token_id()
-        prompts = []
-        for prompt in cast(list[str | list[int]], self.prompt):
-            tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            check_tokens(tokens, tokenizer, "prompt")
-            prompts.append(tokens if tokens[:1] == [bos] else [bos, *tokens])
-        return {"prompts": prompts}
+        return {"prompts": model.tokenizer.encode(self.prompt, prepend="<|bos|>")}

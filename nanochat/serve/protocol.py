@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from nanochat.inference.engine import FinishReason
 from nanochat.inference.logprobs import TokenLogprob
@@ -28,6 +29,9 @@ class ApiError(HTTPException):
     def body(self) -> Json:
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status_code, self.headers)
 
 
 @dataclass

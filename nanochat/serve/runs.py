@@ -84,12 +84,11 @@ def runs() -> list[Json]:
 def results_of(tag: str) -> dict[str, Json]:
     """{row: {stage: value}} of the evaluations in the report's sections about a model."""
     rows: dict[str, Json] = {}
-    for name in ("base_eval", *(f"chat_eval_{stage}" for stage in STAGES)):
-        for path in (base_dir() / "report" / "sections").glob(f"*/*/{name}.json"):
-            if path.parent.name == tag:
-                section = json.loads(path.read_bytes())
-                for row, value in section["results"].items():
-                    rows.setdefault(row, {})[section["model"]] = value
+    for path in sorted((base_dir() / "report" / "sections").glob("*/*/*_eval*.json")):
+        if path.parent.name == tag:
+            section = json.loads(path.read_bytes())
+            for row, value in section["results"].items():
+                rows.setdefault(row, {})[section["model"]] = value
     return rows
 
 

@@ -25,8 +25,6 @@ from nanochat.serve.protocol import ApiError, Chunk, Request
 FLUSH_EVERY = 0.04
 # Tokens of prompts that are read in one step: everyone waits meanwhile.
 PIECE = 128
-# Seconds in one step after which /health calls an engine slow.
-SLOW_AFTER = 10
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Place:
 
 class ServedModel:
     """
-    A model, and the thread of its engine. state: "ready", "stopping" after `stop`, or "dead" after an error that no
+    A model, and the thread of its engine. state: "ready", "stopped" after `stop`, or "dead" after an error that no
     single request has caused.
 
     A request has at most half of the engine's places, so it never takes them all. chats: False for a base model, which
@@ -55,7 +53,7 @@ class ServedModel:
         self.answers: dict[Answer, Place] = {}      # of the engine's thread
         # Calls that the event loop leaves for the thread.
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.flushed = self.step_began = 0.0
+        self.flushed = 0.0
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     # ---- In the event loop
@@ -67,7 +65,7 @@ class ServedModel:
     def stop(self) -> None:
         """End all requests, and the thread after its current step."""
         if self.state == "ready":
-            self.state = "stopping"
+            self.state = "stopped"
         self.inbox.put(lambda: None)
         self.end_all()
 
@@ -79,12 +77,6 @@ class ServedModel:
         self.inbox.put(partial(self.add, request))
 
     @property
-    def condition(self) -> str:
-        """The state; "slow" is a ready engine in a long step."""
-        is_late = self.engine.busy and time.monotonic() - self.step_began >= SLOW_AFTER
-        return "slow" if is_late and self.state == "ready" else self.state
-
-    @property
     def running(self) -> int:
         return len(self.engine.running)
 
@@ -93,8 +85,7 @@ class ServedModel:
         return max(0, sum(len(request.open) for request in self.requests) - self.running)
 
     def gone(self) -> ApiError:
-        reason = "the server is stopping" if self.state == "stopping" else "the model's engine has failed"
-        return ApiError(503, reason, headers={"Retry-After": "5"})
+        return ApiError(503, f"the model's engine is {self.state}", headers={"Retry-After": "5"})
 
     def end_all(self) -> None:
         for request in self.requests:
@@ -115,23 +106,18 @@ class ServedModel:
         """Take requests, write a token for every choice, and send chunks when it is time."""
         engine = self.engine
         while not engine.busy or not self.inbox.empty():
-            act = self.inbox.get()
-            self.step_began = time.monotonic()
-            act()
+            self.inbox.get()()
             if self.state != "ready":
                 return
-        self.step_began = time.monotonic()
         try:
-            advanced = engine.step(PIECE)
+            engine.step(PIECE)
         except Exception as error:
             engine.clear()
             for request in {place.request for place in self.answers.values()}:
                 self.fail(request, error)
             return
         now = time.monotonic()
-        # The first token is sent at once.
-        has_first = any(len(answer.tokens) == 1 for answer in advanced)
-        if has_first or not engine.busy or now - self.flushed >= FLUSH_EVERY:
+        if not engine.busy or now - self.flushed >= FLUSH_EVERY:
             self.flushed = now
             self.flush()
 
