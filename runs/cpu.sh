@@ -29,7 +29,7 @@ once python -m scripts.mid_train --model_tag=$tag --resume=auto --eval_every=500
     --tasks="tinyworld, tinyworld[:16000], after:lookup+arithmetic[:700], after:search+spellingbee[:700],
         after:lookup+tinyworld[:600], after:lookup+tinyworld:identity[:300], after:arithmetic+lookup[:400],
         after:tinyworld+search[:300],
-        arithmetic[:4000], typed:sums[:1500], typed:messages, after:lookup+typed:messages[:400],
+        arithmetic[:5000], typed:sums[:1500], typed:messages, after:lookup+typed:messages[:400],
         after:notes+typed:sums[:300], spellingbee[:3000], spellingbee:hand[:8000], words:tinyworld[:5000],
         words:tinyworld:hand, run[:15000], lookup[:5000], lookup:unknown[:2000], lookup:talk[:2500], search[:7500],
         search:unknown[:5000], notes[:8000], notes:unknown[:2000], notes:talk[:5000]"

@@ -61,7 +61,7 @@ def test_what_has_no_number_gets_one_sentence(question, answer):
 @pytest.mark.parametrize("question", [
     "When is the meeting on 3/8?", "Does it need MySQL 5.7?", "2026-03-04", "4/5/2026", "12:30", "030 123-456", "box 7",
     "How many legs has a cow?", "What is x if x + 3 = 7?", "print(3 + 4)", "docs/2024", "2024", "", "-5",
-    "Add 5 to the product of 3 and 4.", "7 * 8 and 9 * 9", "5 - minute walk",
+    "Add 5 to the product of 3 and 4.", "Add 5 to 4 divided by 2.", "7 * 8 and 9 * 9", "5 - minute walk",
     "Tom has 3 apples and buys 4 more. How many has he?",
 ])
 def test_a_question_about_something_is_no_sum(question):
