@@ -113,8 +113,8 @@ def read_form(line: str) -> tuple[re.Pattern[str], str]:
                  r",(?!\d)" if part == "," else re.escape(normal_form(part)))
              for part in re.findall(r"[ABC]\b|[^\sABC,]+|,", named)]
     # "Add 5 to 4 divided by 2" has no clear order.
-    named_only = rf"{edged(r'\s*'.join(parts), named)}(?!\s*[-+*/%])"
-    return re.compile(named_only), re.sub("[ABC]", r"\\g<\g<0>>", f"({meant})")
+    form = edged(r"\s*".join(parts), named) + r"(?!\s*[-+*/%])"
+    return re.compile(form), re.sub("[ABC]", r"\\g<\g<0>>", f"({meant})")
 
 
 def pattern(phrases: Iterable[str]) -> re.Pattern[str]:
