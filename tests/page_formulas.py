@@ -68,7 +68,7 @@ def hosts() -> str:
 
 
 def ranks() -> str:
-    """The numbers that torchrun gives to the ranks of the same hosts, and the groups that --shard_size=4 makes of them."""
+    """The numbers of the ranks on the same hosts, and their groups with --shard_size=4."""
     lines, mesh = [], torch.arange(8).view(2, 4)  # (replica, shard)
     for rank in range(8):
         host, local_rank = divmod(rank, 4)

@@ -132,12 +132,14 @@ def test_what_a_docstring_runs_exists():
 
 def test_a_command_that_is_gone_is_found():
     gone = {"python -m bench.hosts": "module bench.hosts", "bash speedrun.sh --train": "speedrun.sh --train",
-            "python -m tests.page_formulas mfu": "formula mfu", "python -m scripts.plan --dept=4": "scripts.plan --dept",
+            "python -m tests.page_formulas mfu": "formula mfu",
+            "python -m scripts.plan --dept=4": "scripts.plan --dept",
             "sbatch --nodes=2 runs/slurm.sbatch scripts.base_train --x=1": "scripts.base_train --x"}
     assert [problems_of_commands(command) for command in gone] == [[problem] for problem in gone.values()]
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in REPO.glob("scripts/*.py") if settings_of(f"scripts.{path.stem}")))
+@pytest.mark.parametrize("script", [name for name in sorted(path.stem for path in REPO.glob("scripts/*.py"))
+                                    if settings_of(f"scripts.{name}")])
 def test_every_script_has_help(script):
     result = run_module(f"scripts.{script}", "--help")
     assert result.returncode == 0 and all(f"--{name}" in result.stdout for name in settings_of(f"scripts.{script}"))
