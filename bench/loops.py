@@ -14,6 +14,7 @@ write = False               # put the table into docs/two_loops.md (batch), docs
 configure(globals())
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -91,7 +92,11 @@ names, columns, line = {
                    ["the matrices' optimizer, its rate", "bits per byte"], optimizers),
     "batch": (list(map(str, BATCHES)), ["rows of a step", f"steps to {GOAL} bits per byte", "bytes"], batch),
 }[idea]
-lines = [[name, *line(name)] for name in names if name.startswith(only)]
+lines = []
+for name in names:
+    if name.startswith(only):
+        print(f"{columns[0]}: {name} ...", file=sys.stderr, flush=True)
+        lines.append([name, *line(name)])
 note = ""
 if idea == "batch" and not only:  # McCandlish et al. 2018, arXiv:1812.06162
     steps = np.array([steps for _, steps, _ in lines])

@@ -159,6 +159,8 @@ def test_bytes_on_the_wire_are_the_formulas(measured):
     """
     for n, counts in measured.items():
         for name, factor in FORMULAS.items():
+            sent, formula = (4 * ELEMENTS * tensors for tensors in (counts[name], factor * (n - 1)))
+            print(f"{n} ranks, {name}: {sent:,.0f} bytes, formula {formula:,}")
             assert counts[name] == pytest.approx(factor * (n - 1), rel=0.02), f"{name} on {n} ranks"
 
 

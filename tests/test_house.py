@@ -148,7 +148,7 @@ BUDGETS = {
     "scripts": 10_050, "nanochat/runtime": 5_400, "nanochat/model": 11_650, "nanochat/optim": 10_050,
     "nanochat/data": 8_210, "nanochat/training": 9_550, "nanochat/library": 8_400, "nanochat/inference": 12_200,
     "nanochat/eval": 3_900, "nanochat/corpus": 5_300, "nanochat/tasks": 13_600, "nanochat/serve": 7_550,
-    "nanochat/hf": 3_210, "nanochat/plan": 3_750, "bench": 14_100, "tests": 126_000,
+    "nanochat/hf": 3_210, "nanochat/plan": 3_750, "bench": 14_100, "tests": 127_000,
 }
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 # Python 3.12 and later divide an f-string into tokens, which count as one string here.

@@ -1,4 +1,5 @@
 """runs/ and the tour: what a page mentions exists; the launchers launch; the best depth of a budget is found."""
+import ast
 import functools
 import json
 import math
@@ -62,12 +63,7 @@ def problems(text: str, folder: Path) -> list[str]:
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if "://" not in link and not (folder / link).exists():
             found.append(f"link {link}")
-    joined = re.sub(r"\\\n\s*", " ", text)
-    for command in re.findall(r"(?:python3?|torchrun\b[^`\n|]*?) -m ([^`\n|;&]+)", joined):
-        found += problems_of_command(shlex.split(re.split(" #| -->", command)[0]))
-    for script in re.findall(r"bash ([\w/.-]+\.sh)", joined):
-        if not (REPO / script).exists():
-            found.append(f"script {script}")
+    found += problems_of_commands(text)
     # names in backticks: files, settings, functions
     for path in re.findall(r"`((?:nanochat|scripts|bench|tests|docs|runs)/[\w./-]+)`", text):
         if not (REPO / path).exists():
@@ -79,6 +75,23 @@ def problems(text: str, folder: Path) -> list[str]:
     for name in re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)(?:\(\))?`", text):
         if not re.search(rf"\b{name}\b", all_source()):
             found.append(f"name {name}")
+    return found
+
+
+def problems_of_commands(text: str) -> list[str]:
+    """Of python, torchrun and bash."""
+    found = []
+    joined = re.sub(r"\\\n\s*", " ", text)
+    for command in re.findall(r"(?:python3?|torchrun\b[^`\n|]*?) -m ([^`\n|;&]+)", joined):
+        found += problems_of_command(shlex.split(re.split(" #| -->", command)[0]))
+    for script, settings in re.findall(r"(?:bash|sbatch(?: --\S+)*) ([\w/.-]+\.(?:sh|sbatch))([^`\n|;&#]*)", joined):
+        if not (REPO / script).exists():
+            found.append(f"script {script}")
+        elif " scripts." in settings:
+            found += problems_of_command(settings.split())
+        else:
+            found += [f"{script} {flag}" for flag in re.findall("--[a-z]+", settings)
+                      if flag not in (REPO / script).read_text()]
     return found
 
 
@@ -96,6 +109,8 @@ def problems_of_command(words: list[str]) -> list[str]:
         return []
     if not (REPO / f"{module.replace('.', '/')}.py").exists():
         return [f"module {module}"]
+    if module == "tests.page_formulas":
+        return [f"formula {word}" for word in rest if word not in ("--write", *page_formulas.blocks())]
     settings = settings_of(module)
     flags = [word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
     return [f"{module} --{flag}" for flag in flags if settings is not None and flag not in (*settings, "help")
@@ -105,6 +120,34 @@ def problems_of_command(words: list[str]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_what_a_page_mentions_exists(page):
     assert problems(text_of(page), page.parent) == []
+
+
+def test_what_a_docstring_runs_exists():
+    for pattern in OURS:
+        for path in REPO.glob(pattern):
+            docs = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+            assert problems_of_commands("\n".join(docs)) == [], path
+
+
+def test_a_command_that_is_gone_is_found():
+    gone = {"python -m bench.hosts": "module bench.hosts", "bash speedrun.sh --train": "speedrun.sh --train",
+            "python -m tests.page_formulas mfu": "formula mfu",
+            "python -m scripts.plan --dept=4": "scripts.plan --dept",
+            "sbatch --nodes=2 runs/slurm.sbatch scripts.base_train --x=1": "scripts.base_train --x"}
+    assert [problems_of_commands(command) for command in gone] == [[problem] for problem in gone.values()]
+
+
+@pytest.mark.parametrize("script", [name for name in sorted(path.stem for path in REPO.glob("scripts/*.py"))
+                                    if settings_of(f"scripts.{name}")])
+def test_every_script_has_help(script):
+    result = run_module(f"scripts.{script}", "--help")
+    assert result.returncode == 0 and all(f"--{name}" in result.stdout for name in settings_of(f"scripts.{script}"))
+
+
+def test_an_unknown_formula_is_one_line_with_the_known_ones():
+    result = run_module("tests.page_formulas", "mfu")
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1 and "example" in result.stderr
 
 
 def test_text_that_a_formula_makes_is_what_it_makes():

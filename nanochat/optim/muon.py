@@ -108,6 +108,8 @@ def shape_scale(rows: int, cols: int) -> float:
     return max(1.0, rows / cols) ** 0.5
 
 
+# ---- update: momentum travels to a matrix's owner, is orthogonalized, and travels back
+
 class MatrixExchange:
     """
     Brings the shards of all matrices of one shape to the rank of the shard group that owns the matrix, and back. A rank

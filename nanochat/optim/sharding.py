@@ -236,6 +236,8 @@ class Sharding(ABC):
         """This rank's part of a parameter or of its gradient."""
         return tensor
 
+    # ---- reduce: one all-reduce of six numbers; here losses are combined
+
     def reduce_and_clip(
         self,
         loss: Tensor,

@@ -141,6 +141,8 @@ class Bucket:
         parts.append(self.flat.new_zeros(self.padding))
         return torch.cat(parts, out=torch.empty_like(self.flat, dtype=torch.float32))
 
+    # ---- forward: a unit waits for its weights
+
     def wait(self, *_) -> None:
         """Wait until `flat` and `grad` are complete. Also a hook before each forward pass of the unit."""
         for work, _source in self.pending:
@@ -184,6 +186,8 @@ class Buckets(Sharding):
                 p.register_post_accumulate_grad_hook(lambda _: self.gradient_computed(bucket))
 
     # --- Micro-steps
+
+    # ---- backward: a unit's gradients are complete, and travel
 
     @contextlib.contextmanager
     def accumulate(self, last: bool, passes: int = 1) -> Iterator[None]:
@@ -251,6 +255,8 @@ class Buckets(Sharding):
             for shard, grad in zip(bucket.shards, bucket.split(bucket.grad)):
                 shard.grad = grad
             bucket.grad = None
+
+    # ---- gather: the new weights go to all
 
     def all_gather_params(self) -> None:
         """Each unit waits for its own parameters just before its next forward pass."""

@@ -3,8 +3,10 @@
 
 const STAGES = { base: "Pretraining", mid: "Mid-training", sft: "Fine-tuning", rl: "Rewards" };
 const CHARTS = [  // charts for which a stage has no numbers are hidden
-  { name: "val/bpb", title: "Held-out text", unit: "bits per byte", scale: "log", floor: true },
-  { name: "train/loss", title: "Training loss", unit: "nats per token", scale: "log" },
+  { name: "val/bpb", title: "Held-out text", later: "Held-out answers", unit: "bits per byte", scale: "log", floor: true,
+    help: "Bits that the model needs for a byte: lower is better. After pretraining only answers count, not text. Floor: the text's entropy, the lowest possible value" },
+  { name: "train/loss", title: "Training loss", unit: "nats per token", scale: "log",
+    help: "−ln of the probability that the model gave to each next token, on average: lower is better. A nat is 1.44 bits" },
   { name: "eval/pass@1", title: "Held-out problems solved", unit: "", scale: "percent" },
   { name: "rl/reward", title: "Reward of the model's answers", unit: "mean per step", scale: "percent" },
   { name: "train/tok_per_sec", title: "Throughput", unit: "tokens per second", scale: "zero" },
@@ -201,13 +203,16 @@ function updateRun(view, { tag, stages, results }) {
       view.charts.set(chart.name, newChart(chart));
       view.chartList.append(view.charts.get(chart.name).root);
     }
-    updateChart(view.charts.get(chart.name), chart, points, chart.floor ? stage.last["val/floor"] : undefined, stage.steps);
+    const drawn = view.charts.get(chart.name), title = shown === "base" ? chart.title : chart.later ?? chart.title;
+    drawn.title.textContent = title;
+    drawn.box.ariaLabel = `${title}${chart.unit && ", "}${chart.unit}`;
+    updateChart(drawn, chart, points, chart.floor ? stage.last["val/floor"] : undefined, stage.steps);
   }
-  updateSamples(view, stage.samples);
+  updateSamples(view, stage.samples, shown);
   updateTable(view, names, results);
 }
 
-function updateSamples(view, samples) {
+function updateSamples(view, samples, stage) {
   view.samples.hidden = !samples.length;
   if (!samples.length) return;
   const at = view.at === null ? samples.length - 1 : Math.min(view.at, samples.length - 1), [step, texts] = samples[at];
@@ -215,7 +220,8 @@ function updateSamples(view, samples) {
   Object.assign(view.range, { min: 0, max: samples.length - 1, value: at });
   view.range.ariaValueText = `step ${step}`;
   view.range.hidden = samples.length < 2;
-  view.rangeText.textContent = `at step ${steps(step)}${at ? "" : ", the first"}${view.at === null && at ? ", the newest" : ""}`;
+  const noise = stage === "base" && !step ? ": a new model is untrained, so it writes noise" : "";
+  view.rangeText.textContent = `at step ${steps(step)}${noise}${at || noise ? "" : ", the first"}${view.at === null && at ? ", the newest" : ""}`;
   const pairs = Array.isArray(texts) ? texts.filter(Array.isArray) : [];  // a log may hold anything
   show(view.texts, pairs.flatMap(([question, answer]) => [el("dt", {}, question), el("dd", {}, answer || "(nothing)")]));
 }
@@ -232,7 +238,7 @@ function updateTable(view, names, results) {
 
 // ---- A chart, drawn by hand: an SVG as wide as its container, a cursor for mouse, finger and arrow keys, and a table
 
-function newChart({ title, unit, scale }) {
+function newChart({ title, unit, scale, help = "" }) {
   const view = { points: [], at: null };
   view.value = el("output");
   view.plot = svg("svg", { "aria-hidden": "true" });
@@ -241,7 +247,7 @@ function newChart({ title, unit, scale }) {
   view.rows = el("tbody");
   view.table = el("details", {}, el("summary", { className: "small" }, "as a table"), el("table", {},
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "step"), el("th", { scope: "col", className: "right" }, unit || "value"))), view.rows));
-  view.root = el("figure", {}, el("figcaption", {}, el("span", {}, title), el("span", { className: "small" }, unit), view.value), view.box, view.table);
+  view.root = el("figure", {}, el("figcaption", { title: help }, view.title = el("span", {}, title), el("span", { className: "small" }, unit), view.value), view.box, view.table);
   const move = (at) => { view.at = at; view.redraw(); };
   view.box.onpointermove = ({ clientX }) => {
     const x = clientX - view.box.getBoundingClientRect().left, near = ([step]) => Math.abs(view.x(step) - x);
