@@ -16,7 +16,7 @@ from nanochat.tasks import make_task, never_looks_up
 from nanochat.tasks.lookup import what_is_asked
 from nanochat.tasks.python_questions import documented, split_of_name
 
-SPECS = ("lookup", "lookup:true", "lookup:unknown", "search", "search:true", "search:unknown")
+SPECS = ("lookup", "lookup:unknown", "search", "search:unknown")
 CALL = re.compile(r'(lookup|search)\("( ?)([^"]+)"\)')
 
 

@@ -99,7 +99,7 @@ def test_conversations_are_the_same_everywhere():
     results = {in_a_process(code, PYTHONHASHSEED=seed) for seed in "12"}
     (result,) = results
     # Another hash is another split: every published accuracy refers to this one.
-    assert result.startswith("3980 9f16f69021dfa90b52cd4994cbe1a176")
+    assert result.startswith("3980 aea95afc12a96a2236b250ac5d57a855")
 
 
 # ---- The embedded tasks ---------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_facts_are_held_out_in_some_phrasing():
 
 
 def test_sums_and_spellings_of_the_world_are_the_tools():
-    sums = {f"{fact.slots['s']} = {fact.slots['a']}." for fact in facts() if fact.topic == "sums"}
+    sums = {f"The answer is {fact.slots['a']}." for fact in facts() if fact.topic == "sums"}
     sums |= {f"{fact.slots['a']}." for fact in facts() if fact.topic == "spelling"}
     answers = [message["content"] for one in make_task("tinyworld", "train") for message in one["messages"][1::2]]
     calculated = [answer for answer in answers if isinstance(answer, list)]
@@ -495,11 +495,8 @@ FORMS = {
         "s:Be kind. u:Hi a:Hello u:Bye a:See you",
     # Alpaca
     """{"instruction": "Classify.", "input": "Blue", "output": "A color."}""": "u:Classify.\n\nBlue a:A color.",
-    # trl and mlx-lm: the prompt is not learned
+    # trl and mlx-lm
     """{"prompt": "The sky is", "completion": " blue."}""": "u:The sky is a: blue.",
-    """{"prompt": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"},
-        {"role": "user", "content": "C"}], "completion": [{"role": "assistant", "content": "D"}]}""":
-        "u:A a:(B) u:C a:D",
 }
 
 
@@ -515,16 +512,14 @@ def in_short(conversation: dict) -> str:
     return " ".join(turns)
 
 
-def test_json_forms(tmp_path, capsys):
-    """As lines, and as one compressed JSON list; keys that are not used are said once."""
+def test_json_forms(tmp_path):
+    """As lines, and as one compressed JSON list."""
     rows = [json.loads(row) for row in FORMS]
     lines = own_file(tmp_path, map(json.dumps, rows))
     (tmp_path / "list.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
     for path in (lines, tmp_path / "list.json.gz"):
         for split in ("train", "test"):
             assert list(map(in_short, make_task(f"json:{path}:all", split))) == list(FORMS.values())
-        said = capsys.readouterr().out
-        assert said.count("\n") == 1 and said.rpartition(": ")[2].split(", ")[0] == "id" and "tools" in said
 
 
 def test_the_readme_trains_on_a_file_that_calculates_right():
@@ -560,21 +555,10 @@ def test_missing_file_before_torch(tmp_path):
     assert failed.returncode == 1 and f"{tmp_path}/none.jsonl" in failed.stderr and "loaded" not in failed.stderr
 
 
-def test_json_encoding(tmp_path):
-    """Without one the error says how to name it."""
-    path = tmp_path / "own.jsonl"
-    rows = [single_turn("Wann?", f"Die Bäckerei öffnet um {i}; süße Brötchen kosten {i} Mäuse.") for i in range(40)]
-    path.write_bytes("\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode("latin-1"))
-    with pytest.raises(UserError, match=f"json:{path}:encoding="):
-        make_task(f"json:{path}", "train")
-    for argument in ("all:encoding=latin-1", "encoding=latin-1:all"):
-        assert list(make_task(f"json:{path}:{argument}", "train")) == rows
-
-
 def test_validation_on_training_conversations_is_said(tmp_path):
     path = own_file(tmp_path, [json.dumps(single_turn(f"Frage {i}", f"{i}")) for i in range(100)])
     for specs, described in ((f"json:{path}, arithmetic", "held out"), (f"json:{path}:all[:9]*2", "same conversations"),
-                             (f"arithmetic, json:{path}:all", f"held out except json:{path}")):
+                             (f"arithmetic, json:{path}:all", f"same conversations of json:{path}")):
         assert described in describe_validation(make_mixture(without_parts(specs), "test", seed=0))
 
 

@@ -48,8 +48,8 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
     "tinyworld": (TinyWorld, ("", "facts", "identity")),
     "pydoc": (Pydoc, ("", "known")),
     "run": (Run, ("", "tool")),
-    "lookup": (partial(Lookup, "lookup"), ("", "true", "unknown", "talk", "FILE")),
-    "search": (partial(Lookup, "search"), ("", "true", "unknown", "FILE")),
+    "lookup": (partial(Lookup, "lookup"), ("", "unknown", "talk", "FILE")),
+    "search": (partial(Lookup, "search"), ("", "unknown", "FILE")),
     "notes": (Notes, ARGUMENTS),
     "typed": (Typed, ("messages", "sums")),
     "json": (CustomJSON, ("FILE",)),
@@ -104,9 +104,7 @@ def describe_validation(mixture: Mixture) -> str:
     seen = [task.name for task in mixture.tasks if not task.held_out]
     if not seen:
         return "held out"
-    if len(seen) == len(mixture.tasks):
-        return "validation, on the same conversations as in training"
-    return f"validation, held out except {', '.join(seen)}, the same conversations as in training"
+    return f"validation, in training the same conversations of {', '.join(seen)}"
 
 
 def task_names(specs: str) -> set[str]:

@@ -1,39 +1,31 @@
 """
 Your own conversations: a file with one conversation per line, or one JSON list; also as .gz or .zst.
 
-    json:/path/to/file.jsonl                     one conversation in 20 is kept for the test split
-    json:/path/to/file.jsonl:all                 all of them, in both splits
-    json:/path/to/file.jsonl:encoding=latin-1    the file is not UTF-8
+    json:/path/to/file.jsonl        one conversation in 20 is kept for the test split
+    json:/path/to/file.jsonl:all    all of them, in both splits
 
 Conversations may have these forms, which other tools use too:
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}    or only the list
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}        ShareGPT
     {"instruction": "Add.", "input": "2 and 3", "output": "5"}                                      Alpaca
-    {"prompt": "Hi", "completion": "Hello"}    texts, or lists of messages; answers in the prompt are read, not learned
+    {"prompt": "Hi", "completion": "Hello"}    trl, mlx-lm
 
 "system" beside these is the system message. An answer with "weight": 0 is read, not learned.
 """
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from nanochat.data.conversation import Conversation, check_conversation, parts
 from nanochat.data.task import Task
 from nanochat.library.own_files import Notes, encoding_of, json_rows, readable, say
-from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import single_turn, split_of
 
 # One conversation in 20 is for the test split.
 TEST_SHARE = 20
-ARGUMENT = re.compile(r"(.+?)(:all)?(?::encoding=([^:]+))?(:all)?")
 ROLES = {"developer": "system", "human": "user", "gpt": "assistant"}
-# The keys that are learned, or say how. Others are named in a line.
-READ = frozenset("""
-messages conversations system role from content value weight instruction input output prompt completion
-""".split())
 EXPECTED = '{"messages": [...]}, or "conversations", or "instruction" and "output", or "prompt" and "completion"'
 
 
@@ -44,20 +36,17 @@ class CustomJSON(Task):
     """
 
     def __init__(self, argument: str, split: str) -> None:
-        path, first, encoding, second = ARGUMENT.fullmatch(argument).groups()
+        path = argument.removesuffix(":all")
         self.name = f"json:{path}"
-        self.held_out = not (first or second)
-        unread: set[str] = set()
+        self.held_out = path == argument
         self.conversations = []
-        for conversation in read_conversations(Path(path).expanduser(), encoding or "utf-8", unread):
+        for conversation in read_conversations(Path(path).expanduser()):
             key = json.dumps(conversation, sort_keys=True)
             if not self.held_out or split_of(key, TEST_SHARE) == split:
                 self.conversations.append(conversation)
         if not self.conversations:
             raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
                             f"json:{argument}:all takes all of them")
-        if unread and split == "train":
-            print0(f"{path}: not learned: {', '.join(sorted(unread))}")
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -66,29 +55,25 @@ class CustomJSON(Task):
         return self.conversations[index]
 
 
-def read_conversations(path: Path, encoding: str, unread: set[str]) -> list[Conversation]:
-    """The conversations of a file. unread: gets the keys that are ignored."""
+def read_conversations(path: Path) -> list[Conversation]:
+    """The conversations of a file."""
     notes = Notes(list)
-    try:
-        with readable(path):
-            rows = json_rows(path, encoding_of(path, encoding, notes))
-            say(notes)
-            return [read_conversation(row, place, unread) for place, row in rows]
-    except UserError as error:
-        raise UserError(str(error).replace("--encoding=", f"json:{path}:encoding=")) from error
+    with readable(path):
+        rows = json_rows(path, encoding_of(path, "utf-8", notes))
+        say(notes)
+        return [read_conversation(row, place) for place, row in rows]
 
 
-def read_conversation(row: Any, place: str, unread: set[str]) -> Conversation:
+def read_conversation(row: Any, place: str) -> Conversation:
     """A row in any of the forms as a conversation; UserError, with its place, if it cannot be trained on."""
     fields = present({"messages": row} if isinstance(row, list) else row)
     messages = messages_of(fields)
     if not messages or not isinstance(messages, list):
         there = ", ".join(fields) or type(row).__name__
         raise UserError(f"{place}: there are no messages; expected {EXPECTED}; there is: {there}")
-    turns = [read_message(message, unread) for message in messages]
+    turns = list(map(read_message, messages))
     if system := fields.get("system"):
         turns.insert(0, {"role": "system", "content": system})
-    unread |= fields.keys() - READ
     check_conversation({"messages": turns}, place)
     if turns[-1]["role"] != "assistant":
         raise UserError(f"{place}: the last message must be the assistant's, because only its answers are learned")
@@ -104,17 +89,13 @@ def messages_of(fields: dict) -> Any:
         asked = [str(fields[key]) for key in ("instruction", "input") if fields.get(key)]
         return single_turn("\n\n".join(asked), fields["output"])["messages"]
     if fields.keys() >= {"prompt", "completion"}:
-        prompt, completion = fields["prompt"], fields["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return [{"weight": 0} | present(message) for message in prompt] + completion
-        return single_turn(prompt, completion)["messages"]
+        return single_turn(fields["prompt"], fields["completion"])["messages"]
     return fields.get("messages") or fields.get("conversations")
 
 
-def read_message(message: Any, unread: set[str]) -> dict:
+def read_message(message: Any) -> dict:
     """A message as `check_conversation` expects it. A wrong role or content stays, so the error can name it."""
     fields = present(message)
-    unread |= fields.keys() - READ
     role = fields.get("role", fields.get("from"))
     role = ROLES.get(str(role), role)
     content = fields.get("content", fields.get("value"))

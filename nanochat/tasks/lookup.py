@@ -5,7 +5,6 @@ Looking things up in a library (nanochat/library/retrieval.py): needs no downloa
     "How do I split a string at a separator?"    [search(" split a string at a separator")] "Partition the string …"
 
     lookup, search                   test: held-out objects of Python's library
-    lookup:true, search:true         train: the other objects, nothing made up, for reinforcement learning
     lookup:unknown, search:unknown   the library has nothing: "I do not know. I found nothing about …"
     lookup:talk                      small talk: one sentence says what the model can do
     lookup:NAME, search:NAME         passages of any library, questions in English: one in ten is for the test split
@@ -52,7 +51,7 @@ WORD = re.compile(r"\w+(?:[-._/']\w+)*")
 
 
 class Lookup(Task):
-    """tool: "lookup" or "search". argument: "", "true", "unknown", "talk", or a library's name or file."""
+    """tool: "lookup" or "search". argument: "", "unknown", "talk", or a library's name or file."""
     eval_type = "generative"
 
     def __init__(self, tool: str, argument: str, split: str) -> None:
@@ -63,11 +62,11 @@ class Lookup(Task):
         self.split = split
         # (title, text) of each conversation. Without passages both are drawn.
         self.passages = []
-        if argument in ("", "true"):
+        if not argument:
             self.library = "python"
-        if argument == "true" or not argument and split == "test":
-            self.passages = [item for item in objects(split) if tool == "lookup" or what_is_asked(item[1])[1]]
-        elif argument not in ("", "unknown", "talk"):
+            if split == "test":
+                self.passages = [item for item in objects(split) if tool == "lookup" or what_is_asked(item[1])[1]]
+        elif argument not in ("unknown", "talk"):
             self.library = argument
             self.passages = passages_of(tool, argument, split)
 
