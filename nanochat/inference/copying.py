@@ -162,7 +162,7 @@ class Copying:
         it is one's own library.
         """
         self.vocabulary, self.questions, self.plan, self.is_own = vocabulary, questions, plan, is_own
-        self.must_call = is_own and plan.is_found
+        self.must_call = plan.is_found
         self.stop = {token for token in stop if vocabulary.is_special(token)}
         self.special: int | None = None     # the answer's last special token
         self.written = b""                  # the answer since that token
@@ -257,7 +257,7 @@ class Copying:
         if call is None:
             return None
         quote = call[2] or b'"'
-        if self.is_own and self.plan.search and call[1].decode() in QUERIES:
+        if self.plan.search and call[1].decode() in QUERIES:
             question = self.plan.search
             starts, ends = telling_edges(question)
         else:

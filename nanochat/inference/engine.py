@@ -286,7 +286,7 @@ class Engine:
     def _use_tool(self, answer: Answer, token: int) -> None:
         """
         Collect an expression; at its end queue the result. Without a result the model goes on. If a library has
-        nothing but the plan found something, its call and result follow.
+        nothing but the user's question finds something, that call and its result follow.
         """
         if token == self.python_start:
             answer.expression = []
@@ -294,8 +294,10 @@ class Engine:
             expression = self.tokenizer.decode(answer.expression)
             answer.expression = None
             result = self._queue_result(answer, expression)
-            if result == NOTHING and answer.plan.is_found and answer.calls < MOST_CALLS:
-                self._queue_call(answer, f'search("{answer.plan.search}")')
+            if result == NOTHING and self.vocabulary and answer.calls < MOST_CALLS:
+                asked, is_found = self.tools.asked(self.vocabulary.questions(answer.prompt))
+                if is_found:
+                    self._queue_call(answer, f'search("{asked}")')
         elif answer.expression is not None:
             answer.expression.append(token)
 

@@ -46,15 +46,15 @@ class Plan(NamedTuple):
     """
     What is decided about an answer before the model writes it. Nothing of this: the model decides.
 
-    lost: what is said instead of nothing. call, answer: a sum's; the answer says this sentence, after the call if there
-    is one. search: the words that a search must have, if it is one's own library; is_found: they find something, so the
-    answer begins with a call. is_small_talk: the answer makes no call.
+    lost: what is said instead of nothing. search: in one's own library the words that a search must have; is_found: they
+    find something, so the answer begins with a call. call, answer: a sum's; the answer says this sentence, after the
+    call if there is one. is_small_talk: the answer makes no call.
     """
     lost: str = ""
-    call: str = ""
-    answer: str = ""
     search: str = ""
     is_found: bool = False
+    call: str = ""
+    answer: str = ""
     is_small_talk: bool = False
 
 
@@ -90,10 +90,7 @@ class Tools:
         return self.find(call["text"]) if calls < MOST_CALLS else None
 
     def plan(self, questions: Sequence[str]) -> Plan:
-        """
-        What is decided about the answer to the user's last question. Searched for is the question; or, after a line
-        with the questions that it goes on from, at once if it refers back ("And the rear tyre?").
-        """
+        """What is decided about the answer to the user's last question."""
         if not questions:
             return Plan()
         *before, last = map(question_in, questions[-3:])
@@ -101,7 +98,15 @@ class Tools:
         if is_small_talk(last):
             return Plan(lost, is_small_talk=True)
         if wanted := read_sum(last):
-            return Plan(lost, *wanted)
+            return Plan(lost, call=wanted.call, answer=wanted.answer)
+        return Plan(lost, *(self.asked(questions) if self.is_own else ()))
+
+    def asked(self, questions: Sequence[str]) -> tuple[str, bool]:
+        """
+        What to search for to answer the last question, and whether it is found: the question; or, after a line with the
+        questions that it goes on from, at once if it refers back ("And the rear tyre?").
+        """
+        *before, last = map(question_in, questions[-3:])
         last = last[-LONGEST:]
         telling = "".join(telling_words(last))
         searches = [last]
@@ -112,8 +117,8 @@ class Tools:
             searches.insert(0 if refers_back(last) else 1, together)
         for words in searches:
             if self.find(f'search("{words}")'):
-                return Plan(lost, search=words, is_found=True)
-        return Plan(lost, search=searches[0])
+                return words, True
+        return searches[0], False
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int, room: int) -> str | None:
         """
