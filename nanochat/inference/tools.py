@@ -46,9 +46,9 @@ class Plan(NamedTuple):
     """
     What is decided about an answer before the model writes it. Nothing of this: the model decides.
 
-    lost: what is said instead of nothing. search: in one's own library the words that a search must have; is_found: they
-    find something, so the answer begins with a call. call, answer: a sum's; the answer says this sentence, after the
-    call if there is one. is_small_talk: the answer makes no call.
+    lost: what is said instead of nothing. search: in one's own library the words that a search must have; is_found:
+    they find something, so the answer begins with a call. call, answer: a sum's; the answer says this sentence, after
+    the call if there is one. is_small_talk: the answer makes no call.
     """
     lost: str = ""
     search: str = ""
