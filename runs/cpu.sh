@@ -12,7 +12,8 @@ page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=$library})
 once python -m scripts.dataset --source=tinyworld
 once python -m scripts.library --source=python
 [ -z "${folder:-}" ] || once python -m scripts.library --source="$folder" --name=$library
-once python -m scripts.tok_train --data=tinyworld --vocab_size=4096 --tasks="pydoc, run[:4000], notes[:6000], typed:messages[:8000]"
+once python -m scripts.tok_train --data=tinyworld --vocab_size=4096 \
+    --tasks="pydoc, run[:4000], notes[:6000], typed:messages[:8000]"
 # Heads of 64 learn to copy sooner than heads of 128; on text alone they were worse (docs/tried.md). One warmdown
 # for all rates: with two, which are better on text, the assistant was not. More than these 200 steps, and lower rates,
 # make better text but no better assistant, since mid-training asks for each fact many times (docs/tried.md).
@@ -20,9 +21,9 @@ once python -m scripts.base_train --data=tinyworld --model_tag=$tag --resume=aut
     --arch=modern,head_dim=64 --max_seq_len=512 --num_iterations=200 --eval_every=50 --sample_every=100 \
     --embedding_lr=0.4 --unembedding_lr=0.008 --matrix_lr=0.04 --warmdown_ratio=0.6 $batch $keep
 # ---- The assistant, judged by held-out problems. base_train has measured the base model. Fine-tuning did not help.
-judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=160 --tasks="typed:sums, typed:messages, tinyworld:facts,
-    tinyworld:identity, arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run, lookup, lookup:unknown,
-    lookup:talk, search, search:unknown, notes, notes:unknown, notes:talk")
+judge=(python -m scripts.chat_eval --model_tag=$tag --batch_size=160 --tasks="typed:sums, typed:messages,
+    tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run, lookup,
+    lookup:unknown, lookup:talk, search, search:unknown, notes, notes:unknown, notes:talk")
 # after:…: a question of another task comes first. Without these, arithmetic after a lookup was 44% right.
 once python -m scripts.mid_train --model_tag=$tag --resume=auto --eval_every=500 --matrix_lr=0.03 --warmdown_ratio=1 \
     $batch $keep \

@@ -106,7 +106,7 @@ class Tools:
         What to search for to answer the last question, and whether it is found: the question; or, after a line with the
         questions that it goes on from, at once if it refers back ("And the rear tyre?").
         """
-        *before, last = map(question_in, questions[-3:])
+        *before, last = map(question_in, questions[-3:] or [""])
         last = last[-LONGEST:]
         telling = "".join(telling_words(last))
         searches = [last]

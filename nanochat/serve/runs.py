@@ -96,7 +96,7 @@ def speedrun_steps() -> list[Json]:
     """The speedrun's steps as scripts/once.py has recorded them; a repeated step counts at its last place."""
     steps: dict[str, Json] = {}
     log = base_dir() / STEPS_LOG
-    for step in read_metrics(log) if log.is_file() else []:
+    for step in read_metrics(log, "name") if log.is_file() else []:
         steps.pop(step["name"], None)
         steps[step["name"]] = step
     return list(steps.values())

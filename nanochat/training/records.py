@@ -14,10 +14,10 @@ MODEL_FILE = "model.safetensors"
 STEPS_LOG, ESTIMATE = "once/steps.jsonl", "once/estimate.json"
 
 
-def read_metrics(path: Path) -> list[dict]:
+def read_metrics(path: Path, key: str = "step") -> list[dict]:
     """
     The records of a metrics.jsonl in order of steps. A line that a kill cut short, or that is damaged, is left out: no
-    training depends on it.
+    training depends on it. key: what each record has.
     """
     records = []
     # Each line once: after a full disk one may have been written twice.
@@ -25,7 +25,7 @@ def read_metrics(path: Path) -> list[dict]:
         # The resumed run wrote the step of a broken line again, on a line of its own.
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and "step" in record]
+    return [record for record in records if isinstance(record, dict) and key in record]
 
 
 # ---- Checkpoints
