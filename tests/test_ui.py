@@ -80,12 +80,16 @@ def server(tmp_path_factory, pace):
         process.communicate(timeout=PATIENCE)
 
 
-@pytest.fixture(scope="module")
-def browser():
+def launch(playwright):
     switches = ("--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
                 "--disable-component-update --disable-sync")
+    return playwright.chromium.launch(executable_path=CHROMIUM, args=switches.split())
+
+
+@pytest.fixture(scope="module")
+def browser():
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=switches.split())
+        browser = launch(playwright)
         yield browser
         browser.close()
 
@@ -312,10 +316,8 @@ def test_inside_an_answer_are_the_model_s_own_probabilities(visit, server):
     assert tokens.all_inner_texts() == list("abcde")
     body = {"model": "alphabet-sft", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "logprobs": True,
             "top_logprobs": 5}
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{server}/v1/chat/completions", json.dumps(body).encode(),
-                                                       headers)) as response:
-        answer = json.load(response)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = me.page.request.post(f"{server}/v1/chat/completions", data=body, headers=headers).json()
     third = answer["choices"][0]["logprobs"]["content"][2]
     assert third["token"] == "c" and sum(math.exp(top["logprob"]) for top in third["top_logprobs"]) < 1
     tokens.first.focus()

@@ -7,7 +7,7 @@ const CHARTS = [  // charts for which a stage has no numbers are hidden
     help: "Bits that the model needs for a byte: lower is better. After pretraining only answers count, not text. Floor: the text's entropy, the lowest possible value" },
   { name: "train/loss", title: "Training loss", unit: "nats per token", scale: "log",
     help: "−ln of the probability that the model gave to each next token, on average: lower is better. A nat is 1.44 bits" },
-  { name: "eval/pass@1", title: "Problems solved", unit: "held out, first answer", scale: "percent" },
+  { name: "eval/pass@1", title: "Problems solved", unit: "held out", scale: "percent" },
   { name: "rl/reward", title: "Reward", unit: "mean per step", scale: "percent" },
   { name: "train/tok_per_sec", title: "Throughput", unit: "tokens per second", scale: "zero" },
   { name: "train/lrm", title: "Learning rate", unit: "relative to the first", scale: "zero" },
