@@ -2,10 +2,10 @@
 The pictures of the pages, made anew, in a minute. Each says what it was made from; test_runs.py finds older ones.
 
     bash speedrun.sh --folder=docs/notes    # leaves the base folder that they show
-    python -m scripts.chat_web --watch --library=notes --temperature=0 &
     python tests/pictures.py
 """
 import io
+import sys
 import tomllib
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from nanochat.runtime.files import base_dir, sha256
 
 REPO = Path(__file__).parents[1]
 PICTURES = tomllib.loads((REPO / "tests/pictures.toml").read_text())
-SERVER = "http://127.0.0.1:8000"
+SERVER = "scripts.chat_web --watch --port=0 --device_type=cpu --library=notes --temperature=0"
 
 
 def made_from(name: str) -> str:
@@ -31,20 +31,21 @@ def save(name: str, png: bytes) -> None:
     image.save(REPO / f"docs/images/{name}.png", pnginfo=text, optimize=True)
 
 
-def main(browser) -> None:
+def main(browser, server: str) -> None:
     from test_ui import Visit
 
     save("speedrun", (base_dir() / "report/base_train.png").read_bytes())
+    me = Visit(browser, f"file://{REPO}/docs/step.html", "", viewport={"width": 1000, "height": 900})
     for name, picture in PICTURES.items():
         if "part" in picture:
-            page = browser.new_page(viewport={"width": 1000, "height": 900})
-            page.goto(f"file://{REPO}/docs/step.html#{picture['address']}")
-            save(name, page.locator(picture["part"]).screenshot())
+            me.page.goto(f"{me.server}#{picture['address']}")
+            save(name, me.page.locator(picture["part"]).screenshot())
+    me.leave()
 
-    me = Visit(browser, f"{SERVER}#training", "", viewport={"width": 1200, "height": 760})
+    me = Visit(browser, f"{server}#training", "", viewport={"width": 1200, "height": 760})
     me.page.get_by_role("button", name="Mid-training").click()
     save("watch", me.page.screenshot())
-    me = Visit(browser, f"{SERVER}#chat", "", viewport={"width": 820, "height": 760})
+    me = Visit(browser, f"{server}#chat", "", viewport={"width": 820, "height": 760})
     for question in "How many r's are in strawberry?", "How much is the rent?", "What is the password of the attic?":
         me.ask(question)
     # The rate of this machine, which may be busy, is left out.
@@ -57,7 +58,7 @@ def main(browser) -> None:
 
 
 if __name__ == "__main__":
-    from test_ui import launch, sync_api
+    from test_ui import launch, serving, sync_api
 
-    with sync_api.sync_playwright() as playwright:
-        main(launch(playwright))
+    with sync_api.sync_playwright() as playwright, serving([sys.executable, "-m", *SERVER.split()]) as server:
+        main(launch(playwright), server)

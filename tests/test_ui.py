@@ -3,6 +3,7 @@ The chat page in a real browser, through clicks and keys, at a real server: one 
 
 The model's weights are written by hand so that its answers are known: the alphabet, again and again, until stopped.
 """
+import contextlib
 import json
 import math
 import re
@@ -62,6 +63,19 @@ def pace(tmp_path_factory):
     return pace
 
 
+@contextlib.contextmanager
+def serving(command: list[str], env: dict[str, str] | None = None):
+    """The address of the server that the command starts."""
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        address = next((match[0] for line in process.stdout if (match := re.search(r"http://[\d.:]+", line))), None)
+        assert address, f"the server ended with status {process.wait()} instead of saying where it is"
+        yield address
+    finally:
+        process.terminate()
+        process.communicate(timeout=PATIENCE)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, pace):
     """The address of a server with two places, which wants a key."""
@@ -69,15 +83,9 @@ def server(tmp_path_factory, pace):
     write_model(base)
     settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=1 --temperature=0"
     command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}")
-    env |= {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True, env=env)
-    try:
-        address = next((match[0] for line in process.stdout if (match := re.search(r"http://\S+", line))), None)
-        assert address, f"the server ended with status {process.wait()} instead of saying where it is"
+    env |= {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY}
+    with serving(command, env) as address:
         yield address
-    finally:
-        process.terminate()
-        process.communicate(timeout=PATIENCE)
 
 
 def launch(playwright):
