@@ -100,8 +100,8 @@ def rows() -> str:
     return markdown_table(["ranks × micro-steps × rows", *(f"rank {rank}" for rank in range(4))], lines, range(5))
 
 
-def rows_in(memory: float, config: GPTConfig, most: int, *settings) -> int:
-    return largest_rows(most, lambda rows: needed_bytes(config, rows, BF16, *settings) <= memory * GIB)
+def rows_in(memory: float, config: GPTConfig, checkpointing: bool) -> int:
+    return largest_rows(64, lambda rows: needed_bytes(config, rows, BF16, 1, checkpointing) <= memory * GIB)
 
 
 def fits() -> str:
@@ -110,11 +110,11 @@ def fits() -> str:
     for size in (12, 24, 80, 141):
         line = [f"{size} GB"]
         for config in configs.values():
-            rows, more = (rows_in(size, config, 64, 1, twice) or "none" for twice in (False, True))
+            rows, more = (rows_in(size, config, twice) or "none" for twice in (False, True))
             line.append(f"{rows} ({more})")
         lines.append(line)
-    sizes = {depth: sum(counted(config).units) / 1e6 for depth, config in configs.items()}
-    columns = [f"depth {depth} ({size:,.0f} M parameters)" for depth, size in sizes.items()]
+    columns = [f"depth {depth} ({sum(counted(config).units) / 1e6:,.0f} M parameters)"
+               for depth, config in configs.items()]
     return markdown_table(["GPU memory", *columns], lines)
 
 

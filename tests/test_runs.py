@@ -14,8 +14,10 @@ from collections import Counter
 from pathlib import Path
 
 import page_formulas
+import pictures
 import pytest
 from conftest import REPO, make_sums, run_module, warm_python
+from PIL import Image
 from ranks import run_on_ranks
 
 from bench.harness import PageBlock
@@ -211,6 +213,14 @@ def facts(page: Path) -> dict[str, Counter]:
 @pytest.mark.parametrize("page", TRANSLATIONS, ids=lambda page: page.name)
 def test_a_chinese_page_has_the_code_and_the_links_of_the_english_one(page):
     assert facts(page) == facts(TRANSLATIONS[page])
+
+
+@pytest.mark.parametrize("path", sorted(REPO.glob("docs/images/*")), ids=lambda path: path.stem)
+def test_pictures_show_what_is_in_the_tree(path):
+    """Each says what it was made from. All are small, as git keeps every one."""
+    made = Image.open(path).text["made from"]
+    assert made == pictures.made_from(path.stem), f"{path.name} is older than what it shows: python tests/pictures.py"
+    assert path.stat().st_size < 150_000
 
 
 def test_the_docs_can_be_read_in_an_evening_or_two():

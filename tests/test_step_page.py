@@ -1,35 +1,31 @@
 """docs/step.html in a real browser: its numbers are the planner's, its address is a question."""
 import itertools
 import re
-import shutil
 import statistics
 
 import pytest
 import torch
 from conftest import REPO
+from test_ui import CHROMIUM, browser  # noqa: F401
 
 from bench.machines import LINKS, Cluster, Layout, plan_step, split_into_stages
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import state_bytes
 from nanochat.runtime.flops import datasheet_gpu
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
-CHROMIUM = shutil.which("chromium")
+STEP_PAGE = (REPO / "docs/step.html").as_uri()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH: apt install chromium")
 
 
 @pytest.fixture(scope="module")
-def page():
+def page(browser):  # noqa: F811
     complaints = []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1000, "height": 900})
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: complaints.append(request.url) if "://" in request.url[5:] else None)
-        page.goto((REPO / "docs" / "step.html").as_uri())
-        yield page
-        browser.close()
+    page = browser.new_page(viewport={"width": 1000, "height": 900})
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: complaints.append(request.url) if "://" in request.url[5:] else None)
+    page.goto(STEP_PAGE)
+    yield page
     assert complaints == []  # no error, no request to anybody
 
 
@@ -68,8 +64,8 @@ def test_its_numbers_are_the_planners(page):
 def test_an_address_is_a_question(page):
     """Pages link to a rank and a moment; what is chosen stands in the address; an address that cannot be says why."""
     def ask(question: str) -> str:
-        page.goto((REPO / "docs" / "step.html").as_uri() + "#" + question)
-        return "\n".join(page.locator(part).inner_text() for part in ("#title", "#says"))
+        page.goto(f"{STEP_PAGE}#{question}")
+        return "\n".join(page.locator("#title, #says").all_inner_texts())
 
     links = re.findall(r"step\.html#([^)]+)", "".join(path.read_text() for path in REPO.glob("docs/*.md")))
     assert len(links) > 2 and not any("cannot" in ask(link) for link in links)

@@ -3,6 +3,7 @@ The chat page in a real browser, through clicks and keys, at a real server: one 
 
 The model's weights are written by hand so that its answers are known: the alphabet, again and again, until stopped.
 """
+import contextlib
 import json
 import math
 import re
@@ -62,17 +63,12 @@ def pace(tmp_path_factory):
     return pace
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, pace):
-    """The address of a server with two places, which wants a key."""
-    base = tmp_path_factory.mktemp("base")
-    write_model(base)
-    settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=1 --temperature=0"
-    command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}")
-    env |= {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
+@contextlib.contextmanager
+def serving(command: list[str], env: dict[str, str] | None = None):
+    """The address of the server that the command starts."""
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True, env=env)
     try:
-        address = next((match[0] for line in process.stdout if (match := re.search(r"http://\S+", line))), None)
+        address = next((match[0] for line in process.stdout if (match := re.search(r"http://[\d.:]+", line))), None)
         assert address, f"the server ended with status {process.wait()} instead of saying where it is"
         yield address
     finally:
@@ -81,11 +77,27 @@ def server(tmp_path_factory, pace):
 
 
 @pytest.fixture(scope="module")
-def browser():
+def server(tmp_path_factory, pace):
+    """The address of a server with two places, which wants a key."""
+    base = tmp_path_factory.mktemp("base")
+    write_model(base)
+    settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=1 --temperature=0"
+    command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}")
+    env |= {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY}
+    with serving(command, env) as address:
+        yield address
+
+
+def launch(playwright):
     switches = ("--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
                 "--disable-component-update --disable-sync")
+    return playwright.chromium.launch(executable_path=CHROMIUM, args=switches.split())
+
+
+@pytest.fixture(scope="module")
+def browser():
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=switches.split())
+        browser = launch(playwright)
         yield browser
         browser.close()
 
@@ -312,10 +324,8 @@ def test_inside_an_answer_are_the_model_s_own_probabilities(visit, server):
     assert tokens.all_inner_texts() == list("abcde")
     body = {"model": "alphabet-sft", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "logprobs": True,
             "top_logprobs": 5}
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{server}/v1/chat/completions", json.dumps(body).encode(),
-                                                       headers)) as response:
-        answer = json.load(response)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = me.page.request.post(f"{server}/v1/chat/completions", data=body, headers=headers).json()
     third = answer["choices"][0]["logprobs"]["content"][2]
     assert third["token"] == "c" and sum(math.exp(top["logprob"]) for top in third["top_logprobs"]) < 1
     tokens.first.focus()

@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 from conftest import REPO, make_sums
 from test_base_train import TINY
-from test_ui import ALPHABET, CHROMIUM, Visit, browser, wait_until, write_model  # noqa: F401
+from test_ui import ALPHABET, CHROMIUM, Visit, browser, serving, wait_until, write_model  # noqa: F401
 
 from nanochat.serve import runs
 from nanochat.serve.runs import state
@@ -130,11 +130,8 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
     """From an empty folder over a run that really trains to a model that answers, by keyboard, in one visit."""
     make_sums(base_folder)
     write_run(base_folder, "rl", "<b>other", [record(9, **{"train/steps": 10, "sample": [["<i>q</i>", "<i>a</i>"]]})])
-    web = subprocess.Popen([sys.executable, "-m", "scripts.chat_web", "--watch", "--port=0", "--device_type=cpu",
-                            "--temperature=0"], cwd=REPO, stdout=subprocess.PIPE, text=True)
-    train = me = None
-    try:
-        address = next(match[0] for line in web.stdout if (match := re.search(r"http://[\d.:]+", line)))
+    command = [sys.executable, "-m", "scripts.chat_web", "--watch", "--port=0", "--device_type=cpu", "--temperature=0"]
+    with serving(command) as address:
         me = Visit(browser, address, key="", viewport={"width": 375, "height": 800})
         me.page.locator("#dock").wait_for(state="hidden")
         assert me.page.get_by_role("link", name="Chat").is_visible()
@@ -143,30 +140,26 @@ def test_the_page_shows_a_run_that_trains_and_becomes_the_chat(browser, base_fol
 
         train = subprocess.Popen([sys.executable, "-m", "scripts.base_train", *TINY[:-2], "--eval_every=20",
                                   "--sample_every=20", "--num_iterations=100000", "--model_tag=live"], cwd=REPO)
-        run = me.page.get_by_role("article", name="live")
-        run.locator(".now", has_text="of 100,000").wait_for()
-        before = run.locator(".now").inner_text()
-        wait_until(lambda: run.locator(".now").inner_text() != before and run.locator("dd").count(), me.page)
-        slider = run.get_by_role("slider", name="Held-out text, bits per byte")
-        slider.focus()
-        me.page.keyboard.press("Home")
-        log = base_folder / "base_checkpoints" / "live" / "metrics.jsonl"
-        first = json.loads(log.read_text().split("\n")[0])
-        assert first["step"] == 0
-        said = slider.get_attribute("aria-valuetext")
-        [words, value] = re.fullmatch(r"(step 0): ([\d.]+) bits per byte", said).groups()
-        assert float(value) == float(f"{first['val/bpb']:.3g}")
-        assert me.page.evaluate("document.documentElement.scrollWidth") <= 375
-        me.page.get_by_role("checkbox", name="<b>other").check()
-        assert me.page.get_by_role("article").count() == 2
-        train.send_signal(signal.SIGTERM)
-        train.wait(60)
+        try:
+            run = me.page.get_by_role("article", name="live")
+            run.locator(".now", has_text="of 100,000").wait_for()
+            before = run.locator(".now").inner_text()
+            wait_until(lambda: run.locator(".now").inner_text() != before and run.locator("dd").count(), me.page)
+            slider = run.get_by_role("slider", name="Held-out text, bits per byte")
+            slider.focus()
+            me.page.keyboard.press("Home")
+            log = base_folder / "base_checkpoints" / "live" / "metrics.jsonl"
+            first = json.loads(log.read_text().split("\n")[0])
+            assert first["step"] == 0
+            assert slider.get_attribute("aria-valuetext") == f"step 0: {first['val/bpb']:.3g} bits per byte"
+            assert me.page.evaluate("document.documentElement.scrollWidth") <= 375
+            me.page.get_by_role("checkbox", name="<b>other").check()
+            assert me.page.get_by_role("article").count() == 2
+        finally:
+            train.send_signal(signal.SIGTERM)
+            train.wait(60)
         write_model(base_folder)
         me.page.get_by_role("link", name="Talk to it").click()
         me.ask("Hello")
         assert me.answers.inner_text() in ALPHABET and len(me.answers.inner_text()) > 500
         me.leave()
-    finally:
-        for process in filter(None, (web, train)):
-            process.kill()
-            process.wait()

@@ -7,8 +7,8 @@ const CHARTS = [  // charts for which a stage has no numbers are hidden
     help: "Bits that the model needs for a byte: lower is better. After pretraining only answers count, not text. Floor: the text's entropy, the lowest possible value" },
   { name: "train/loss", title: "Training loss", unit: "nats per token", scale: "log",
     help: "−ln of the probability that the model gave to each next token, on average: lower is better. A nat is 1.44 bits" },
-  { name: "eval/pass@1", title: "Held-out problems solved", unit: "", scale: "percent" },
-  { name: "rl/reward", title: "Reward of the model's answers", unit: "mean per step", scale: "percent" },
+  { name: "eval/pass@1", title: "Problems solved", unit: "held out", scale: "percent" },
+  { name: "rl/reward", title: "Reward", unit: "mean per step", scale: "percent" },
   { name: "train/tok_per_sec", title: "Throughput", unit: "tokens per second", scale: "zero" },
   { name: "train/lrm", title: "Learning rate", unit: "relative to the first", scale: "zero" },
 ];
@@ -209,7 +209,7 @@ function updateRun(view, { tag, stages, results }) {
     updateChart(drawn, chart, points, chart.floor ? stage.last["val/floor"] : undefined, stage.steps);
   }
   updateSamples(view, stage.samples, shown);
-  updateTable(view, names, results);
+  updateTable(view, results);
 }
 
 function updateSamples(view, samples, stage) {
@@ -226,8 +226,8 @@ function updateSamples(view, samples, stage) {
   show(view.texts, pairs.flatMap(([question, answer]) => [el("dt", {}, question), el("dd", {}, answer || "(nothing)")]));
 }
 
-function updateTable(view, names, results) {
-  const rows = Object.entries(results), columns = Object.keys(STAGES).filter((stage) => names.includes(stage) || rows.some(([, row]) => stage in row));
+function updateTable(view, results) {
+  const rows = Object.entries(results), columns = Object.keys(STAGES).filter((stage) => rows.some(([, row]) => stage in row));
   view.table.hidden = !rows.length;
   show(view.heads, [el("td"), ...columns.map((stage) => el("th", { scope: "col", className: "right" }, STAGES[stage]))]);
   show(view.rows, rows.map(([name, row]) => el("tr", {}, el("th", { scope: "row" }, name), ...columns.map((stage) => {
@@ -247,7 +247,8 @@ function newChart({ title, unit, scale, help = "" }) {
   view.rows = el("tbody");
   view.table = el("details", {}, el("summary", { className: "small" }, "as a table"), el("table", {},
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "step"), el("th", { scope: "col", className: "right" }, unit || "value"))), view.rows));
-  view.root = el("figure", {}, el("figcaption", { title: help }, view.title = el("span", {}, title), el("span", { className: "small" }, unit), view.value), view.box, view.table);
+  view.below = el("span", { className: "small" });
+  view.root = el("figure", {}, el("figcaption", { title: help }, view.title = el("span", {}, title), view.below, view.value), view.box, view.table);
   const move = (at) => { view.at = at; view.redraw(); };
   view.box.onpointermove = ({ clientX }) => {
     const x = clientX - view.box.getBoundingClientRect().left, near = ([step]) => Math.abs(view.x(step) - x);
@@ -290,12 +291,13 @@ function updateChart(view, { name, unit, scale }, points, floor, allSteps) {
     const marks = points.length < 30 ? points.map(([step, value]) => svg("circle", { cx: view.x(step), cy: y(value), r: 3 })) : [];
     view.plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
     view.plot.replaceChildren(...grid, text(left, height - 4, "start", "0"), text(width - right, height - 4, "end", `step ${steps(end)}`),
-      ...(floor ? [line(left, y(floor), width - right, y(floor), "floor"), text(width - right, y(floor) - 5, "end", `floor ${figure(floor)}`)] : []),
+      ...(floor ? [line(left, y(floor), width - right, y(floor), "floor")] : []),
       svg("polyline", { points: points.map(([step, value]) => `${view.x(step).toFixed(1)},${y(value).toFixed(1)}`).join(" ") }), ...marks,
       ...(view.at === null ? [] : [line(view.x(at[0]), top, view.x(at[0]), height - bottom, "cursorLine")]),
       svg("circle", { cx: view.x(at[0]), cy: y(at[1]), r: 4, class: "here" }));
-    const floorWords = floor ? `, floor ${figure(floor)}` : "", words = `${figure(at[1], scale)}${view.at === null ? "" : ` at step ${steps(at[0])}`}`;
-    view.value.textContent = words;
+    const floorWords = floor ? `, floor ${figure(floor)}` : "";
+    view.value.textContent = figure(at[1], scale);
+    view.below.textContent = `${unit}${view.at === null ? floorWords : `, at step ${steps(at[0])}`}`;
     Object.assign(view.box, { ariaValueMin: "0", ariaValueMax: String(last), ariaValueNow: String(at[0]), ariaValueText: `step ${steps(at[0])}: ${figure(at[1], scale)} ${unit}${floorWords}` });
   };
   view.redraw();
