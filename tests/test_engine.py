@@ -2,7 +2,6 @@
 import dataclasses
 import math
 import random
-import re
 import subprocess
 from collections import Counter
 from types import SimpleNamespace
@@ -451,11 +450,9 @@ def test_parts_are_what_was_rendered():
     assert to_parts(TOKENIZER, []) == []
 
 
-def test_streaming_is_generating_and_may_be_left():
+def test_a_stream_may_be_left():
     model, prompt = random_model(), random_prompts(9)[0]
     engine = Engine(model, TOKENIZER)
-    text = "".join(delta.text for delta in engine.stream(prompt, GREEDY))
-    assert text == "".join(part["text"] for part in to_parts(TOKENIZER, uncached(model, prompt, 30)))
     for _ in engine.stream(prompt, GREEDY):
         break
     assert not engine.busy
@@ -518,4 +515,3 @@ def test_a_base_model_continues_a_text(base_folder):
     assert all(part["type"] == "text" for part in parts)
     one = chat("-p", "the sum is")
     assert (one.returncode, one.stdout) == (0, "".join(part["text"] for part in parts) + "\n")
-    assert re.match("base model of step 1 .*continues a text", one.stderr)

@@ -16,6 +16,7 @@ import pytest
 import tiktoken
 import torch
 from conftest import ALL_PIECES
+from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
@@ -266,7 +267,7 @@ def test_the_chat_template_renders_what_our_renderer_does(hf, tmp_path):
     assert spelled > 50
     user, system = ({"role": role, "content": "x"} for role in ("user", "system"))
     for wrong in ([system], [user, user], [user, system]):
-        with pytest.raises(Exception, match="messages of user|take turns"):
+        with pytest.raises(TemplateError):
             theirs.apply_chat_template(wrong)
 
 
@@ -430,9 +431,9 @@ def test_what_is_there_is_never_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     folder = exported(tmp_path / "mine")
     for there in (folder, tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(UserError, match="exists; choose another --output, or remove it"):
+        with pytest.raises(UserError):
             exported(there)
     imported(folder)
-    with pytest.raises(UserError, match="has checkpoints; choose another --model_tag, or remove them"):
+    with pytest.raises(UserError):
         imported(folder)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"

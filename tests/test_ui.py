@@ -202,14 +202,13 @@ def test_an_answer_streams_in_is_stopped_and_its_place_is_free(visit, server):
     assert me.answers.inner_text() == text
 
 
-def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
+def test_regenerate_edit_new_chat_undo_and_reload(visit):
     """What the model reads each time is what the page shows, with its own parts as they came."""
     me = visit()
     me.limit(Max_tokens=30)
     me.ask("One")
     answer = ALPHABET[:30].strip()
-    note = me.page.locator(".note").inner_text()
-    assert me.answers.inner_text() == answer and re.search(r"30 tokens · [\d.]+ tokens/s · cut: max tokens", note)
+    assert me.answers.inner_text() == answer and "30 tokens" in me.page.locator(".note").inner_text()
     me.ask("Two")
     one, two = ({"role": "user", "content": text} for text in ("One", "Two"))
     answered = {"role": "assistant", "content": [{"type": "text", "text": ALPHABET[:30]}]}
@@ -228,9 +227,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     me.button("Undo").click()
     assert me.questions() == ["One", "Two"]
 
-    me.page.locator(".it").last.get_by_role("button", name="Copy").click()
-    me.button("Copied").wait_for()
-    assert me.clipboard() == answer
     me.button("New chat").click()
     assert me.page.locator("article").count() == 0
     examples = me.page.locator("#examples button")
@@ -334,7 +330,7 @@ def test_a_passage_unfolds_with_its_place_and_the_quotation_marked(visit):
     assert me.answers.locator(".tool").all_inner_texts() == ["search('x')\n= nothing"]
 
 
-@pytest.mark.parametrize("turn", [{"question": "Hi", "parts": [{"type": "text", "text": None}]}, {}, None])
+@pytest.mark.parametrize("turn", [{"question": "Hi", "parts": [{"type": "text", "text": None}]}, None])
 def test_a_damaged_chat_is_left_out(visit, turn):
     me = visit()
     stored = json.dumps(json.dumps({"turns": [turn], "forgotten": 0}))
