@@ -400,16 +400,6 @@ def test_who_goes_away_frees_the_places(server, stream):
     server.wait_until("running", 0)
 
 
-def test_one_request_leaves_places_for_others(server):
-    """As many answers as a request may have, which take 36 seconds at least; another one is answered meanwhile."""
-    server.pace.set(0.02)
-    with server.ask(MARKER, max_tokens=1800, n=MOST, stream=True):
-        server.wait_until("running", MOST)
-        assert server.ask(MARKER, n=MOST, max_tokens=5).usage.completion_tokens == 5 * MOST
-        assert server.load("running") == MOST
-    server.wait_until("running", 0)
-
-
 def run_async(test):
     """A test that is a coroutine."""
     @functools.wraps(test)
@@ -613,6 +603,15 @@ def test_no_request_makes_a_step_much_dearer():
         engine, logit_bias=biases, presence_penalty=2, frequency_penalty=2, temperature=9, top_p=0.9999, top_k=10**9,
         seed=10**30, logprobs=True, top_logprobs=20, stop=[f"{'a' * 253}{number:03}" for number in range(16)])
     assert everything < 10 * plain
+
+
+@run_async
+async def test_the_end_of_an_engine_is_told_at_once():
+    async with serving(make_engine()) as (client, model):
+        asked = asyncio.create_task(ask(client, "?", max_tokens=2000))
+        await until(lambda: model.running)
+        model.stop()
+        assert (await asked).status_code == 503
 
 
 # ---- Stop strings

@@ -243,6 +243,15 @@ def test_in_ones_own_notes_an_answer_looks_up_all_words_that_tell_what_the_quest
     assert b"" not in allowed_texts(after("the", *called('search("thin tire")', "the 2. there"), **own))
 
 
+def test_a_passage_is_quoted_up_to_the_end_of_a_sentence():
+    found = called('search("the")', "the 2. there")
+    assert allowed_texts(after("the", *found)) == {b"t", b"th", b"the", b""}
+    copying = after("the", *found)
+    for token in TOKENIZER.encode("the 2. there"):
+        copying.add(token)
+    assert allowed_texts(copying) == {b""}
+
+
 @pytest.mark.parametrize("call, result, begun, rest", [
     ("lookup", NOTHING, "Das weiß ic", REFUSALS["de"][11:]), ("lookup", NOTHING, "Das weiss ich ", ""),
     ("spell", NOTHING, "I do not kno", 'w. I found nothing about "the".'),

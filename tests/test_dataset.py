@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from nanochat.corpus import sources, tinyworld
+from nanochat.corpus import sources
 from nanochat.corpus.make_dataset import ensure_dataset, make
 from nanochat.data import shard_reader
 from nanochat.library.own_files import own_documents
@@ -24,16 +24,6 @@ from nanochat.runtime.errors import UserError
 
 LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дела?", "今日はいい天気ですね。", "مرحبا بالعالم",
              "नमस्ते दुनिया", "😀👩‍👩‍👧"]
-
-
-@pytest.fixture(autouse=True)
-def small_tinyworld(monkeypatch):
-    monkeypatch.setattr(sources, "TINYWORLD_BYTES", 200_000)
-
-    def generate(seed: int, index: int) -> tinyworld.Document:
-        return tinyworld.Document(f"Document {index} of world {seed}. " * 9, topic="", bits=0.0)
-
-    monkeypatch.setattr(tinyworld, "generate", generate)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import compute_dtype
-from nanochat.runtime.distributed import compute_init
 from nanochat.training.metrics import Metrics
 from nanochat.training.records import read_metrics
 
@@ -94,5 +93,3 @@ def test_auto_dtype_follows_the_hardware(monkeypatch):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=capability: {name: True})
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=used: name)
         assert compute_dtype("auto", CPU) == expected
-    assert compute_dtype("float32", CPU) == torch.float32
-    assert compute_init("cpu") == (0, 1, CPU)

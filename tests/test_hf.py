@@ -71,7 +71,7 @@ def saved(model: GPT, source: str = "sft", tag: str = "tiny") -> Path:
     return save_weights(checkpoint_dir(source, tag), 12, model.state_dict(), TOKENIZER, model.config, meta)
 
 
-def run_script(rank: int, world_size: int, module: str, settings: dict) -> str:
+def run_script(module: str, settings: dict) -> str:
     """What a script prints; its errors are raised."""
     sys.argv = [module, *(f"--{key}={value}" for key, value in settings.items())]
     printed, hook = io.StringIO(), sys.excepthook
@@ -84,13 +84,13 @@ def run_script(rank: int, world_size: int, module: str, settings: dict) -> str:
 
 
 def exported(output: Path, **settings) -> Path:
-    run_script(0, 1, "scripts.export_hf", {"output": output} | settings)
+    run_script("scripts.export_hf", {"output": output} | settings)
     return output
 
 
 def imported(folder: Path, **settings) -> Path:
     """The new checkpoint."""
-    printed = run_script(0, 1, "scripts.import_hf", {"input": folder, "model_tag": "back"} | settings)
+    printed = run_script("scripts.import_hf", {"input": folder, "model_tag": "back"} | settings)
     return Path(re.search(r"vocabulary padded: (.*)", printed)[1])
 
 
@@ -275,20 +275,16 @@ def test_the_chat_template_renders_what_our_renderer_does(hf, tmp_path):
 
 
 def test_import_of_an_export_is_the_same_bits(tmp_path):
-    """Every tensor, tokenizer and step; and a second export is the first, file by file."""
+    """Every tensor, tokenizer and step."""
     model = random_model(2, softcap=30.0, rope_theta=1e5).bfloat16()
     for weight in (model.transformer.wte.weight, model.lm_head.weight):
         weight.data[V:] = 0  # the rows that pad the vocabulary, as after an import
     original = saved(model)
-    out = exported(tmp_path / "out")
-    back = imported(out, source="sft")
+    back = imported(exported(tmp_path / "out"), source="sft")
     assert back == step_dir(checkpoint_dir("sft", "back"), 12)
     assert problem_with(back) is None and different(original, back) == []
     for field in ("model_config", "tokenizer", "step"):
         assert read_meta(original)[field] == read_meta(back)[field]
-    again = exported(tmp_path / "again", model_tag="back")
-    for path in out.iterdir():
-        assert path.name == "README.md" or path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
 def classic_folder(folder: Path, model: GPT, step: int = 650, **extra) -> Path:
