@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import random
 import re
 import signal
@@ -29,7 +28,6 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.library.make_library import make_library
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.errors import UserError
@@ -194,18 +192,24 @@ def test_the_official_client_chats(server, engines):
 
 
 def test_completions_and_models(server, engines):
+    """Every setting of the sampling is the engine's; samples of one prompt are the draws of one seed."""
     engine, bos = engines["tiny-sft"], TOKENIZER.get_bos_token_id()
     texts = [f"the {MARKER}", "another"]
     prompts = [[bos, *TOKENIZER.encode(text)] for text in texts]
-    answers = engine.generate(prompts, SamplingParams(16, temperature=0, tools=False))
-    expected = ["".join(part["text"] for part in to_parts(TOKENIZER, answer.tokens)) for answer in answers]
+    asked = {"temperature": 1.2, "top_p": 0.95, "seed": 5, "presence_penalty": 1.5, "frequency_penalty": -0.5}
+    sampling = SamplingParams(16, top_k=50, tools=False, logit_bias=((65, 4.0), (66, -100.0)), **asked)
+    expected = [text_of(answer) for answer in engine.generate(prompts, sampling, num_samples=2)]
 
-    complete = functools.partial(server.client.completions.create, model="tiny-sft", temperature=0)
+    complete = functools.partial(
+        server.client.completions.create, model="tiny-sft", logit_bias={"65": 4, "66": -100},
+        extra_body={"top_k": 50}, **asked)
     several = complete(prompt=texts, n=2)
-    assert [choice.text for choice in several.choices] == [expected[0]] * 2 + [expected[1]] * 2
+    assert [choice.text for choice in several.choices] == expected and len(set(expected)) == 4
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (sum(map(len, prompts)), 64)
-    chunks = [chunk.choices[0] for chunk in complete(prompt=texts[1], stream=True)]
-    assert "".join(chunk.text for chunk in chunks) == expected[1] and chunks[-1].finish_reason == "length"
+    chunks = [chunk.choices[0] for chunk in complete(prompt=texts, n=2, stream=True)]
+    for index, text in enumerate(expected):
+        assert "".join(chunk.text for chunk in chunks if chunk.index == index) == text
+    assert chunks[-1].finish_reason == "length"
 
     sft, rl = server.client.models.list()
     assert [sft.id, rl.id] == ["tiny-sft", "tiny-rl"] and server.client.models.retrieve("tiny-rl") == rl
@@ -215,11 +219,6 @@ def test_completions_and_models(server, engines):
 def plain_logprobs(model: GPT, tokens: list[int]) -> torch.Tensor:
     """(T, V): of what follows each token, one pass over all of them."""
     return model(torch.tensor([tokens])).log_softmax(-1)[0]
-
-
-def logprobs_of(choices: list, name: str) -> list:
-    """What all chunks of a stream say, put together."""
-    return [one for choice in choices if choice.logprobs for one in getattr(choice.logprobs, name)]
 
 
 def test_logprobs_of_a_chat_are_those_of_its_content(server, engines):
@@ -244,21 +243,21 @@ def test_logprobs_of_a_chat_are_those_of_its_content(server, engines):
             assert one.token == (chr(token) if token < 128 else f"\\x{token:02x}")
         told, shown = [], ""
         for chunk in server.ask("?", **ask, **extra, stream=True):
-            told += logprobs_of(chunk.choices, "content")
-            shown += chunk.choices[0].delta.content or ""
+            [choice] = chunk.choices
+            told += choice.logprobs.content if choice.logprobs else []
+            shown += choice.delta.content or ""
             assert b"".join(bytes(one.bytes) for one in told).startswith(shown.encode()), "never later than the text"
         assert told == content
 
 
 def test_logprobs_of_completions(server):
-    """Of several texts, each token at its place in the text. A stream says the same."""
+    """Of several texts, each token at its place in the text."""
     model, bos = writing_model(), TOKENIZER.get_bos_token_id()
     texts = ["the 北 thing", "other"]
     ids = [[bos, *TOKENIZER.encode(text)] for text in texts]
-    create = functools.partial(
-        server.client.completions.create, model="tiny-sft", max_tokens=12, temperature=0, logprobs=2)
-    chunks = [chunk.choices[0] for chunk in create(prompt=texts, stream=True)]
-    for choice in create(prompt=texts).choices:
+    answer = server.client.completions.create(
+        model="tiny-sft", prompt=texts, max_tokens=12, temperature=0, logprobs=2)
+    for choice in answer.choices:
         read, reported = ids[choice.index], choice.logprobs
         written = list(model.generate(read, 12))
         table = plain_logprobs(model, read + written)[len(read) - 1 :]
@@ -270,74 +269,40 @@ def test_logprobs_of_completions(server):
         # Bytes that are no character become one with the token after them.
         known = [(at, name) for at, name in zip(reported.text_offset, reported.tokens) if name in choice.text]
         assert len(known) >= 2 and all(choice.text[at:].lstrip("\ufffd").startswith(name) for at, name in known)
-        same = [chunk for chunk in chunks if chunk.index == choice.index]
-        assert "".join(chunk.text for chunk in same) == choice.text
-        for name in ("tokens", "token_logprobs", "text_offset"):
-            assert logprobs_of(same, name) == getattr(reported, name)
 
 
-def test_penalties_and_biases_are_the_engines(server, engines):
-    question = f"{MARKER} what?"
-    asked = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": {"65": 20, "66": -100}}
-    params = asked | {"logit_bias": ((65, 20.0), (66, -100.0))}
-    sampling = SamplingParams(30, 1.2, 50, seed=5, **params)
-    [expected] = engines["tiny-sft"].generate([prompt_of(chat(question))], sampling)
-    choice = server.ask(question, max_tokens=30, temperature=1.2, seed=5, **asked).choices[0]
-    assert (choice.message.content, choice.finish_reason) == (text_of(expected), expected.finish_reason)
-
-
-@pytest.mark.parametrize("word, settings", [
-    ("integer", {"max_tokens": "x"}), ("fraction", {"seed": 16.5}), ("32", {"stop": ["x"] * 33}),
-    ("267", {"logit_bias": {"268": 1}}), ("leave it out", {"extra_body": {"suffix": "x"}}),
-    *[("export_hf", {"extra_body": {name: value}}) for name, value in (
-        ("tools", [NOW]), ("tool_choice", "required"), ("functions", [NOW["function"]]),
-        ("response_format", {"type": "json_object"}))],
-    ("export_hf", {"extra_body": {"echo": True, "max_tokens": 0}}), ("max_tokens", {"max_tokens": 0}),
-    ("'user'", {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
-    ("at least 1", {"messages": []}), ("content", {"messages": chat(None)}),
-    ("content", {"messages": chat("?", "", [])}),
-    ("'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
-    ("maximum context length is 2048 tokens", {"messages": chat("x" * 2045)}),
-    ("string", {"prompt": [1, 268]}), ("list", {"prompt": 5}), ("1024", {"prompt": ["x"] * 1025}),
-    (str(MOST), {"n": MOST + 1}),
+@pytest.mark.parametrize("settings", [
+    {"max_tokens": "x"}, {"max_tokens": 0}, {"seed": 16.5}, {"stop": ["x"] * 33}, {"logit_bias": {"268": 1}},
+    {"extra_body": {"suffix": "x"}}, {"extra_body": {"tools": [NOW]}}, {"extra_body": {"echo": True, "max_tokens": 0}},
+    {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}, {"messages": []},
+    {"messages": chat(None)}, {"messages": chat([{"type": "image_url", "image_url": {}}])},
+    {"messages": chat("x" * 2045)}, {"prompt": [1, 268]}, {"prompt": 5}, {"prompt": ["x"] * 1025}, {"n": MOST + 1},
 ])
-def test_what_is_wrong_with_a_request_is_said(server, word, settings):
-    ask = functools.partial(server.client.completions.create) if "prompt" in settings else functools.partial(
-        server.ask, MARKER)
-    with pytest.raises(openai.BadRequestError, match=word) as caught:
+def test_what_is_wrong_with_a_request_is_said(server, settings):
+    ask = server.client.completions.create if "prompt" in settings else functools.partial(server.ask, MARKER)
+    with pytest.raises(openai.BadRequestError) as caught:
         ask(**{"model": "tiny-sft", "max_tokens": 3} | settings)
     assert set(caught.value.body) == ERROR
     assert caught.value.param.startswith(next(iter(settings.get("extra_body", settings))))
-    assert (caught.value.code == "context_length_exceeded") == ("maximum" in word)
+    assert (caught.value.code == "context_length_exceeded") == (settings == {"messages": chat("x" * 2045)})
 
 
 @pytest.mark.parametrize("hints", [
-    {"modalities": ["text"], "verbosity": "low", "reasoning_effort": "none", "prediction": {"type": "content"},
-     "chat_template_kwargs": {"enable_thinking": False}, "keep_alive": -1, "reasoning": {"effort": "low"},
-     "repeat_penalty": 1.0, "min_p": 0.0, "best_of": 1, "stop": [f"</never {i}>" for i in range(20)],
-     "tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+    {"modalities": ["text"], "chat_template_kwargs": {"enable_thinking": False}, "keep_alive": -1, "min_p": 0.0,
+     "best_of": 1, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "truncation": "auto"},
     {"max_tokens": 20.0, "seed": 1.0, "n": 1.0, "top_k": 0.0, "top_logprobs": 0.0},
-    {"truncation": "auto"}, {"max_tokens": None, "max_completion_tokens": 20},
-    {"max_completion_tokens": 21}, {"max_tokens": 30, "max_completion_tokens": 20}, {"max_completion_tokens": -1},
+    {"max_tokens": None, "max_completion_tokens": 20}, {"max_tokens": 30, "max_completion_tokens": 20},
+    {"max_completion_tokens": -1},
+    # As clients store an answer that was stopped before its first token.
+    *[{"messages": [*chat("Hi"), {"role": "assistant"} | nothing, *chat(MARKER)]}
+      for nothing in ({}, {"content": None}, {"content": []})],
 ])
 def test_hints_change_no_answer(server, hints):
-    plain = {"model": "tiny-sft", "messages": chat(MARKER), "temperature": 0, "max_tokens": 20}
+    plain = {"model": "tiny-sft", "messages": chat("Hi", "", MARKER), "temperature": 0, "max_tokens": 20}
     whole, hinted = (server.http.post(CHAT, json=plain | more) for more in ({}, hints))
     assert hinted.status_code == 200, hinted.text
     for name in ("choices", "usage"):
         assert hinted.json()[name] == whole.json()[name]
-
-
-@pytest.mark.parametrize("nothing", [{}, {"content": None}, {"content": []}])
-def test_an_answer_without_content_is_an_empty_one(server, nothing):
-    """As clients store an answer that was stopped before its first token."""
-    def ask(answer: dict) -> dict:
-        messages = [*chat("Hi"), {"role": "assistant"} | answer, *chat(MARKER)]
-        body = {"model": "tiny-sft", "messages": messages, "temperature": 0, "max_tokens": 9}
-        return server.http.post(CHAT, json=body).json()
-
-    answer, same = ask(nothing), ask({"content": ""})
-    assert answer["usage"] == same["usage"] and answer["choices"] == same["choices"]
 
 
 def test_truncation_leaves_out_the_oldest_turns(server):
@@ -363,11 +328,10 @@ def test_keys_and_models_that_are_unknown(server):
     server.wait_until("running", 0)
     assert server.http.get("/health", headers={"Authorization": ""}).json() == {
         "status": "ok", "models": {"tiny-sft": "ready", "tiny-rl": "ready"}, "running": 0, "waiting": 0}
-    with pytest.raises(openai.NotFoundError, match="tiny-sft, tiny-rl") as caught:
+    with pytest.raises(openai.NotFoundError) as caught:
         server.ask("?", model="gpt")
     assert caught.value.code == "model_not_found"
-    assert (answer := server.http.post(CHAT, json={"messages": chat("?")})).status_code == 404, "which of the two?"
-    assert "tiny-sft, tiny-rl" in answer.json()["error"]["message"]
+    assert server.http.post(CHAT, json={"messages": chat("?")}).status_code == 404, "which of the two?"
 
 
 def test_requests_that_are_none_leave_nothing_in_the_log(server):
@@ -398,11 +362,8 @@ def test_bodies_that_are_none(server):
     responses += [(413, post("x" * 10**7)), (413, post(b"x" * 10**4 for _ in range(1000)))]
     responses += [(415, post("", **{"Content-Type": "text/plain"}))]
     responses += [(404, server.http.get("/health/"))]   # not sent on to wherever Host says
-    responses += [(405, server.http.get(CHAT))]
-    none = server.http.post("/v1/responses", json={})
-    for name in ("/v1/responses", "scripts.export_hf", CHAT):
-        assert name in none.json()["error"]["message"], "what is not here, where it is, and what is here"
-    for status, response in [*responses, (404, none)]:
+    responses += [(405, server.http.get(CHAT)), (404, server.http.post("/v1/responses", json={}))]
+    for status, response in responses:
         assert response.status_code == status and set(response.json()["error"]) == ERROR, response.text
         assert len(response.content) < 1000
 
@@ -439,16 +400,6 @@ def test_who_goes_away_frees_the_places(server, stream):
     server.wait_until("running", 0)
 
 
-def test_one_request_leaves_places_for_others(server):
-    """As many answers as a request may have, which take 36 seconds at least; another one is answered meanwhile."""
-    server.pace.set(0.02)
-    with server.ask(MARKER, max_tokens=1800, n=MOST, stream=True):
-        server.wait_until("running", MOST)
-        assert server.ask(MARKER, n=MOST, max_tokens=5).usage.completion_tokens == 5 * MOST
-        assert server.load("running") == MOST
-    server.wait_until("running", 0)
-
-
 def run_async(test):
     """A test that is a coroutine."""
     @functools.wraps(test)
@@ -461,33 +412,6 @@ def run_async(test):
 async def until(condition) -> None:
     while not condition():
         await asyncio.sleep(0.005)
-
-
-def test_changed_notes_are_read_again_before_the_next_question(tmp_path, monkeypatch):
-    """A new note, one changed within the same second to the same size, a deleted one."""
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    (folder / "a.md").write_text("The bicycle is red.")
-    make_library(str(folder))
-    # It searches for the word that it is asked, and quotes all that it finds.
-    searching = chained_model([SPECIAL("<|assistant_start|>"), SPECIAL("<|python_start|>"), *b'search("'])
-    running = Running(tmp_path, {"sft": searching}, "--library=notes")
-
-    def found() -> str:
-        time.sleep(1)  # a look that took long is not repeated at once
-        return running.ask("kettle", max_tokens=99).choices[0].message.parts[1]["text"]
-
-    try:
-        note = folder / "b.md"
-        for nanoseconds, text in enumerate(("The kettle is new.", "The kettle is old.")):
-            note.write_text(text)
-            os.utime(note, ns=(0, nanoseconds))
-            assert found() == text
-        note.unlink()
-        assert found() == "nothing"
-    finally:
-        running.process.kill()
 
 
 def test_the_page_runs_its_own_scripts_only(server):
@@ -544,14 +468,6 @@ def make_engine() -> Engine:
     return Engine(writing_model(), TOKENIZER, max_batch=4)
 
 
-@pytest.fixture
-def pace(tmp_path):
-    """For the engines of one test."""
-    pace = Pace(tmp_path / "pace")
-    yield pace
-    pace.set(0)
-
-
 async def ask(client: httpx.AsyncClient, text: str, **changes) -> httpx.Response:
     return await client.post(CHAT, json={"model": "tiny-sft", "messages": chat(text), "max_tokens": 40} | changes)
 
@@ -574,14 +490,17 @@ async def test_a_base_model_behind_a_proxy():
 
 @run_async
 async def test_the_only_model_answers_without_its_name():
-    """Also behind a byte order mark, as PowerShell writes it."""
-    async with serving(make_engine()) as (client, _):
+    """Also behind a byte order mark, as PowerShell writes it. Before each question, changed notes are read again."""
+    looks, engine = [], make_engine()
+    engine.tools.refresh = lambda: looks.append(1)
+    async with serving(engine) as (client, _):
         body = json.dumps({"messages": chat("?"), "max_tokens": 5}).encode()
         named = (await ask(client, "?", max_tokens=5)).json()
         for content in (body, b"\xef\xbb\xbf" + body):
             answer = await client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
             for name in ("model", "choices", "usage"):
                 assert answer.json()[name] == named[name]
+    assert len(looks) == 3
 
 
 @run_async
@@ -687,15 +606,12 @@ def test_no_request_makes_a_step_much_dearer():
 
 
 @run_async
-async def test_the_end_of_an_engine_is_told_at_once(pace):
-    async with serving(pace.slow_down(make_engine())) as (client, model):
-        pace.set(math.inf)
-        asked = asyncio.create_task(ask(client, "?"))
+async def test_the_end_of_an_engine_is_told_at_once():
+    async with serving(make_engine()) as (client, model):
+        asked = asyncio.create_task(ask(client, "?", max_tokens=2000))
         await until(lambda: model.running)
         model.stop()
-        answer = await asyncio.wait_for(asked, 100)
-        assert answer.status_code == 503 and "stopped" in answer.text
-        pace.set(0)
+        assert (await asked).status_code == 503
 
 
 # ---- Stop strings

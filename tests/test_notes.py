@@ -44,8 +44,10 @@ def forbidden(tokenizer: Tokenizer, conversation: dict) -> bool:
 
 
 def test_copying_allows_what_is_taught(base_folder):
+    """Of notes and of Python's documentation: each call is a stretch of the question, each quotation of the passage."""
     tokenizer = make_sums(base_folder, 200, 'What is "{i}" plus {i}? ("{twice}") ' * 3, vocab_size=350)
-    for spec, count in {"notes": 60, "notes:unknown": 30, "notes:talk": 12}.items():
+    for spec, count in {"notes": 60, "notes:unknown": 30, "notes:talk": 12, "lookup": 60, "lookup:unknown": 30,
+                        "search": 60, "search:unknown": 30}.items():
         for split in ("train", "test"):
             for conversation in make_task(spec, split)[:count]:
                 assert not forbidden(tokenizer, conversation), conversation

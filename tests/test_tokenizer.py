@@ -66,10 +66,13 @@ def naive_encode(text: str, merges: tuple[bytes, ...]) -> list[int]:
 # ---- Encoding
 
 def test_ids_equal_those_of_a_naive_encoder_and_every_text_comes_back(tokenizer):
-    num_bytes = tokenizer.token_bytes()
-    for text in NASTY + random_texts(1500) + corpus()[:20]:
+    """Alone and in a batch."""
+    num_bytes, user_start = tokenizer.token_bytes(), tokenizer.encode_special("<|user_start|>")
+    texts = NASTY + random_texts(1500) + corpus()[:20]
+    begun = tokenizer.encode(texts, prepend="<|user_start|>")
+    for text, [first, *batched] in zip(texts, begun, strict=True):
         ids = tokenizer.encode(text)
-        assert ids == naive_encode(text, tokenizer.merges), repr(text)
+        assert ids == batched == naive_encode(text, tokenizer.merges) and first == user_start, repr(text)
         assert tokenizer.decode(ids) == text and tokenizer.decode_bytes(ids) == text.encode()
         assert num_bytes[ids].sum() == len(text.encode()), repr(text)
 
@@ -84,15 +87,6 @@ def test_special_tokens_follow_the_ordinary_ids_in_order_and_never_come_from_a_t
         assert max(tokenizer.encode(text)) < ids[0] and tokenizer.decode(tokenizer.encode(text)) == text
     with pytest.raises(KeyError):
         tokenizer.encode_special("<|eos|>")
-
-
-def test_prepend_and_batches(tokenizer):
-    texts = NASTY + random_texts(50)
-    plain = [tokenizer.encode(text) for text in texts]
-    bos = tokenizer.get_bos_token_id()
-    assert tokenizer.encode(texts) == plain
-    assert tokenizer.encode(texts, prepend="<|bos|>") == [[bos, *ids] for ids in plain]
-    assert tokenizer.encode("a b", prepend="<|user_start|>") == [bos + 1, *tokenizer.encode("a b")]
 
 
 def test_a_megabyte_without_a_split_is_encoded_quickly_and_whole(tokenizer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.detokenizer import Delta, to_parts
+from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.inference.tools import MOST_CALLS, Tools, shortened
@@ -93,33 +93,16 @@ def test_an_answer_calls_three_times_and_goes_on():
     assert (answer.tokens.count(end), answer.tokens.count(bos), answer.finish_reason) == (1, 0, "stop")
 
 
-MARKS = {"text": ("", ""), "python": ("<|python_start|>", "<|python_end|>"),
-         "python_output": ("<|output_start|>", "<|output_end|>")}
-
-
-def reply_to(*chunks: list[Delta]) -> tuple[ChatReply, list[Chunk]]:
-    """A reply with a library, and the chunks that it is still to be told of."""
+def test_a_reply_says_where_a_passage_comes_from():
+    """Once in a stream, with the part's first text, as clients append texts; and in the whole message."""
     engine = types.SimpleNamespace(tokenizer=TOKENIZER, tools=Tools(Shelf()), context=256, max_batch=2)
     messages = [{"role": "user", "content": "?"}]
     asked = ChatRequest.model_validate({"model": "tiny", "temperature": 0, "top_k": 0, "messages": messages})
-    type, told = "text", []
-    for deltas in chunks:
-        tokens = []
-        for delta in deltas:
-            if delta.type != type:
-                tokens += [SPECIAL(mark) for mark in (MARKS[type][1], MARKS[delta.type][0]) if mark]
-                type = delta.type
-            tokens += TOKENIZER.encode(delta.text)
-        told.append(Chunk(0, tokens))
-    return ChatReply(asked, ServedModel("tiny", engine), Request([[0]], SamplingParams())), told
-
-
-def test_a_reply_says_where_a_passage_comes_from():
-    """Once in a stream, with the part's first text, as clients append texts; and in the whole message."""
-    reply, chunks = reply_to(
-        [Delta("text", "See: "), Delta("python", "lookup('str.part"), Delta("python", "ition')")],
-        [Delta("python_output", PARTITION[:9])], [Delta("python_output", PARTITION[9:]), Delta("text", " Yes.")])
-    parts = sum((reply.add(chunk)[1]["delta"]["parts"] for chunk in chunks), [])
+    reply = ChatReply(asked, ServedModel("tiny", engine), Request([[0]], SamplingParams()))
+    first, rest, more = map(TOKENIZER.encode, (PARTITION[:9], PARTITION[9:], " Yes."))
+    chunks = [[*TOKENIZER.encode("See: "), *call("lookup('str.partition')")],
+              [SPECIAL("<|output_start|>"), *first], [*rest, SPECIAL("<|output_end|>"), *more]]
+    parts = sum((reply.add(Chunk(0, tokens))[1]["delta"]["parts"] for tokens in chunks), [])
     source = {"title": "str.partition", "place": "shelf.md:1"}
     assert [(part["index"], part.get("source")) for part in parts] == [
         (0, None), (1, None), (2, source), (2, None), (3, None)]

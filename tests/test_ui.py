@@ -51,7 +51,6 @@ def write_model(base) -> None:
     embedding, head = model.transformer.wte.weight.data, model.lm_head.weight.data.zero_()
     for token, successor in zip(ids, ids[1:] + ids[1:2]):
         head[successor] += embedding[token]
-    write_checkpoint(base / "mid_checkpoints" / "alphabet", model, tokenizer, config={"tasks": "run"})
     write_checkpoint(base / "sft_checkpoints" / "alphabet", model, tokenizer, config={"tasks": TASKS})
 
 
@@ -215,18 +214,17 @@ def test_an_answer_streams_in_is_stopped_and_its_place_is_free(visit, server):
     assert me.answers.inner_text() == text
 
 
-def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
+def test_regenerate_edit_new_chat_undo_and_reload(visit):
     """What the model reads each time is what the page shows, with its own parts as they came."""
     me = visit()
     me.limit(Max_tokens=30)
     me.ask("One")
     answer = ALPHABET[:30].strip()
-    note = me.page.locator(".note").inner_text()
-    assert me.answers.inner_text() == answer and re.search(r"30 tokens · [\d.]+ tokens/s · cut: max tokens", note)
+    assert me.answers.inner_text() == answer and "30 tokens" in me.page.locator(".note").inner_text()
     me.ask("Two")
     one, two = ({"role": "user", "content": text} for text in ("One", "Two"))
     answered = {"role": "assistant", "content": [{"type": "text", "text": ALPHABET[:30]}]}
-    assert me.asked[1]["messages"] == [one, answered, two]
+    assert me.asked[1]["messages"] == [one, answered, two] and me.asked[1]["truncation"] == "auto"
     me.button("Regenerate").click()
     me.rest()
     assert me.asked[2] == me.asked[1] and me.answers.all_inner_texts() == [answer, answer]
@@ -241,9 +239,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     me.button("Undo").click()
     assert me.questions() == ["One", "Two"]
 
-    me.page.locator(".it").last.get_by_role("button", name="Copy").click()
-    me.button("Copied").wait_for()
-    assert me.clipboard() == answer
     me.button("New chat").click()
     assert me.page.locator("article").count() == 0
     examples = me.page.locator("#examples button")
@@ -254,51 +249,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     assert me.asked[4]["messages"] == [{"role": "user", "content": example}] and me.button("Undo").is_hidden()
 
 
-def test_settings_reach_the_request_and_stay(visit):
-    """What is not set, the server decides: its own defaults show in the empty fields."""
-    me = visit()
-    expect(me.page.locator("#modelName")).to_have_text("alphabet-sft")
-    me.button("Settings").click()
-    labels = ("Temperature", "Top-k", "Max tokens", "Top-p", "Seed", "System prompt")
-    fields = [me.page.get_by_label(label) for label in labels]
-    placeholders = [field.get_attribute("placeholder") for field in fields]
-    assert placeholders == ["0", "50", str(MAX_TOKENS), "1", "random", "None"]
-    assert me.page.get_by_label("Model").input_value() == "alphabet-sft"
-    me.button("Done").click()
-    me.limit(Temperature=0.25, **{"Top-k": 1, "Top-p": 0.5}, Seed=7, Max_tokens=5, System_prompt="Be brief.\nBe kind.")
-    sampling = {"temperature": 0.25, "top_k": 1, "top_p": 0.5, "seed": 7, "max_tokens": 5}
-    asked = {"model": "alphabet-sft", "stream": True, "stream_options": {"include_usage": True}, "truncation": "auto",
-             "logprobs": True, "top_logprobs": 5}
-    asked |= sampling
-    for _ in range(2):
-        me.ask("Hello")
-        messages = me.asked[-1].pop("messages")
-        assert me.asked[-1] == asked
-        assert messages[0] == {"role": "system", "content": "Be brief.\nBe kind."}
-        assert me.answers.last.inner_text() == "abcde"
-        me.page.reload()
-
-def test_keyboard_alone(visit):
-    """Enter sends, unless an input method is composing; Escape stops."""
-    me = visit()
-    keyboard = me.page.keyboard
-    keyboard.type("Line one")  # the page begins in the text area
-    keyboard.press("Shift+Enter")
-    keyboard.type("line two")
-    enter = """(more) => document.activeElement.dispatchEvent(
-        new KeyboardEvent("keydown", {key: "Enter", bubbles: true, cancelable: true, ...more}))"""
-    for composing in ({"isComposing": True}, {"keyCode": 229}):
-        assert me.page.evaluate(enter, composing), "left to the input method"
-    assert me.asked == [] and me.draft.input_value() == "Line one\nline two"
-    keyboard.press("Enter")
-    me.button("Stop").wait_for()
-    assert me.asked[0]["messages"][0]["content"] == "Line one\nline two"
-    keyboard.press("Escape")
-    me.rest()
-
-    assert ALPHABET.startswith(me.page.get_by_role("status").inner_text()), "a screen reader hears the whole answer"
-
-
 def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
     """A server's answer, for `route.fulfill`. A delta is {"content": ...}, or {"part": ...} for the calculator's."""
     types: list[str] = []
@@ -307,7 +257,7 @@ def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
         if part["text"]:
             types += [part["type"]] * (types[-1:] != [part["type"]])
             delta["parts"] = [{"index": len(types) - 1} | part]
-    choices = [{"index": 0, "logprobs": delta.pop("logprobs", None), "delta": delta, "finish_reason": None}
+    choices = [{"index": 0, "logprobs": None, "delta": delta, "finish_reason": None}
                for delta in deltas]
     chunks = [{"choices": [choice]} for choice in choices]
     events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
@@ -332,9 +282,9 @@ def test_inside_an_answer_are_the_model_s_own_probabilities(visit, server):
     for _ in range(2):
         me.page.keyboard.press("ArrowRight")
     rows = [row.split() for row in me.page.locator(".about tbody tr").all_inner_texts()]
-    values = [math.exp(top["logprob"]) for top in third["top_logprobs"]]
-    shown = ["100%" if p >= 0.9995 else "<0.1%" if p < 0.0005 else f"{100 * p:.1f}%" for p in values]
-    assert rows[0][0] == "c" and [row[-1] for row in rows] == shown
+    percent = [100 * math.exp(top["logprob"]) for top in third["top_logprobs"]]
+    shown = [float(row[-1].strip("<%")) for row in rows]
+    assert rows[0][0] == "c" and shown == pytest.approx(percent, abs=0.1)
     assert str(answer["usage"]["total_tokens"]) in me.page.locator("#contextText").inner_text()
 
 
@@ -390,7 +340,7 @@ def test_a_passage_unfolds_with_its_place_and_the_quotation_marked(visit):
     assert me.answers.locator(".tool").all_inner_texts() == ["search('x')\n= nothing"]
 
 
-@pytest.mark.parametrize("turn", [{"question": "Hi", "parts": [{"type": "text", "text": None}]}, {}, None])
+@pytest.mark.parametrize("turn", [{"question": "Hi", "parts": [{"type": "text", "text": None}]}, None])
 def test_a_damaged_chat_is_left_out(visit, turn):
     me = visit()
     stored = json.dumps(json.dumps({"turns": [turn], "forgotten": 0}))
@@ -428,136 +378,3 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit):
     error.wait_for()
     assert me.answers.inner_text() == "half an"
     assert error.inner_text().startswith("The model could not answer this request.")
-
-
-def test_the_oldest_turns_leave_by_themselves(visit):
-    """
-    The model reads as many turns as leave an answer room; a question that is too long alone is an error, which the
-    next question replaces.
-    """
-    me = visit()
-    me.expected = ["400"]  # what the browser itself says about such an answer
-    me.limit(Max_tokens=100, System_prompt="Be brief.")
-    error, forgotten = me.page.locator(".error:visible"), me.page.locator(".forgotten")
-
-    def read() -> str:
-        """The beginnings of the questions that the last request has."""
-        return "".join(message["content"][0] for message in me.asked[-1]["messages"] if message["role"] == "user")
-
-    sizes = {"a": 10, "b": 600, "c": CONTEXT - 1000, "d": 300, "e": 1500}
-    expected = [("a", 0), ("ab", 0), ("abc", 0), ("abcd", 2), ("cde", 3)]
-    for (name, size), (questions, count) in zip(sizes.items(), expected):
-        me.ask(name * size)
-        expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
-        assert (read(), forgotten.count(), error.count()) == (questions, count, 0)
-        assert me.asked[-1]["messages"][0]["role"] == "system" and me.asked[-1]["truncation"] == "auto"
-    me.ask("x" * CONTEXT)
-    expect(error).to_have_text(re.compile(r"maximum context length is 4096 tokens.*Shorten the message, or the system"))
-    error.get_by_role("button", name="Edit").click()
-    expect(me.page.get_by_label("Edit message")).to_have_value("x" * CONTEXT)
-    me.page.keyboard.press("Escape")
-    me.ask("short")
-    assert error.count() == 0 and [text[0] for text in me.questions()] == [*"abcdes"] and read() == "des"
-
-
-def test_a_phone_in_the_dark(visit):
-    """Nothing is wider than 360 px; the theme is the system's until it is chosen, and the choice stays."""
-    me = visit(viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True, color_scheme="dark")
-    me.reply({"content": f"{'w' * 200}\n\n```\n{'c' * 200}\n```\n"}, {"part": {"type": "python", "text": "1+" * 100}})
-    me.ask("u" * 200)
-    assert me.page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-
-    def background() -> float:
-        color = me.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
-
-    assert background() < 60
-    me.button("Light or dark").tap()
-    assert background() > 200
-    me.page.reload()
-    assert background() > 200, "the choice stays"
-
-
-ANSWER = r"""# Sorting
-Two *usual* ways, ***merge*** sort and __quicksort__ (snake_case_name, .__next__(), 2 * 3 * 4, ~~never~~ \*); see
-[its page](https://example.org/sort_(a)) or https://example.org/a_b. Not [this](javascript:alert(1)).
-
-| Way | Memory |
-|:--|--:|
-| merge \| both | **1,024** |
-| `quick` |
-
-1. Split:
-   - in two
-     1. again
-   - and again
-
-2. Merge:
-   ```python
-   def merge(a, b):
-       return a
-   ```
-10. Done
-
-> Quoted
-> - here
----
-After """
-
-BLOCKS = "h3 p div ol blockquote hr p".split()
-
-
-def test_markdown_is_shown_as_it_is_meant(visit):
-    """Tables, links, nested lists, quotations and code; the calculator's box stays in its place."""
-    me = visit()
-    box = [{"part": {"type": "python", "text": "1 + 1"}}, {"part": {"type": "python_output", "text": "2"}}]
-    me.reply({"content": ANSWER}, *box, {"content": " that."})
-    me.ask("Sort!")
-    assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == BLOCKS
-    first, last = me.answers.locator("> p").all()
-    assert first.inner_text().split("\n") == [
-        "Two usual ways, merge sort and quicksort (snake_case_name, .__next__(), 2 * 3 * 4, never *); see",
-        "its page or https://example.org/a_b. Not [this](javascript:alert(1))."]
-    styled = [first.locator(tag).all_inner_texts() for tag in ("em", "strong", "s")]
-    assert styled == [["usual", "merge"], ["merge", "quicksort"], ["never"]]
-    links = me.answers.locator("a").evaluate_all("(all) => all.map((one) => [one.href, one.rel])")
-    assert links == [[address, "noopener noreferrer"] for address in (
-        "https://example.org/sort_(a)", "https://example.org/a_b")]
-    cells = [row.locator("th, td").all_inner_texts() for row in me.answers.locator("tr").all()]
-    assert cells == [["Way", "Memory"], ["merge | both", "1,024"], ["quick"]]
-    levels = "", " > ul > li", " > ul > li > ol > li"
-    assert [me.answers.locator(f"> ol > li{inner}").count() for inner in levels] == [3, 2, 1]
-    assert me.answers.locator("blockquote li").inner_text() == "here"
-    assert me.answers.locator("li pre").text_content() == "def merge(a, b):\n    return a"
-    assert last.text_content() == "After 1 + 1= 2 that."
-
-
-def test_each_text_begins_at_its_languages_side(visit):
-    """Arabic: the first letter is the line's rightmost, its question mark the leftmost; beside it English as ever."""
-    ends = """element => {
-        const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), range = document.createRange();
-        const node = walker.nextNode(), length = node.data.length, box = element.getBoundingClientRect();
-        const side = (at) => {
-            range.setStart(node, at); range.setEnd(node, at + 1);
-            return range.getBoundingClientRect();
-        };
-        return [side(0).left, side(length - 1).left, box.left, box.right, side(0).right];
-    }"""
-    me = visit()
-    arabic = "أين المفتاح؟"
-    passage = {"type": "python_output", "text": arabic, "source": {"title": arabic, "place": "a.md:1"}}
-    me.reply({"part": {"type": "python", "text": "search('x')"}}, {"part": passage},
-             {"content": f"So:\n\n{arabic}\n\n- {arabic}\n\nWhere is it?\n\n|{arabic}|b|\n|-|-|\n|{arabic}|c|\n"})
-    me.draft.fill(arabic)
-    assert me.draft.evaluate("box => getComputedStyle(box).unicodeBidi") == "plaintext"
-    me.ask(arabic)
-    me.answers.locator("summary").click()
-    texts = [me.page.locator(".question > div"), me.answers.get_by_text("Where is it?"),
-             me.answers.locator("p", has_text=arabic).last, *me.answers.locator("q, li, td, th").all()]
-    for text in texts:
-        first, last, left, right, edge = text.evaluate(ends)
-        content = text.inner_text()
-        if arabic in content and "looked" not in content:
-            assert last < first and right - edge < 20 < edge - left, content
-        else:
-            assert (first < last or len(content) == 1) and first - left < 20, content

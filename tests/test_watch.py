@@ -1,20 +1,17 @@
 """The view of training runs: what is read of a base folder, and the page in a browser beside a run that trains."""
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from conftest import REPO, make_sums
 from test_base_train import TINY
 from test_ui import ALPHABET, CHROMIUM, Visit, browser, serving, wait_until, write_model  # noqa: F401
 
-from nanochat.serve import runs
 from nanochat.serve.runs import state
 from nanochat.training.run_report import write_section
 from scripts.once import once
@@ -52,31 +49,6 @@ def test_a_log_is_read_as_it_grows_and_again_when_it_is_written_anew(base_folder
     assert state()["runs"] == []
 
 
-def test_runs_come_in_the_order_of_their_records(base_folder):
-    """Not of the files' times, which a copy does not keep; logs of version 0.1.0, without times, come last."""
-    now = time.time()
-    for tag, ages in (("old", [None]), ("one", [500, 400]), ("two", [900, 7])):
-        records = [record(step, **({"time": now - age} if age else {})) for step, age in enumerate(ages)]
-        write_run(base_folder, "base", tag, records)
-    write_run(base_folder, "mid", "one", [record(0, time=now - 300)])
-    os.utime(base_folder / "base_checkpoints" / "old" / "metrics.jsonl")
-    shown = state()["runs"]
-    assert [run["tag"] for run in shown] == ["two", "one", "old"]
-    ages = [stage["age"] for run in shown for stage in run["stages"].values()]
-    assert ages[:3] == pytest.approx([7, 400, 300], abs=5) and ages[3] > 1e9
-
-
-def test_a_long_curve_is_the_mean_of_neighbours(base_folder, monkeypatch):
-    monkeypatch.setattr(runs, "POINTS", 16)
-    write_run(base_folder, "mid", "d1", [record(step) for step in range(100)])
-    shown = state()["runs"][0]["stages"]["mid"]
-    width = 7  # 100 points by sevens are fewer than 16, by sixes are not
-    expected = [(fmean(group), fmean(8 / (1 + step) for step in group))
-                for group in (range(100)[start : start + width] for start in range(0, 100, width))]
-    assert sum(shown["curves"]["train/loss"], ()) == pytest.approx(sum(expected, ()), rel=1e-4)
-    assert shown["step"] == 100
-
-
 def test_a_damaged_log_and_results_of_other_models_are_left_out(base_folder):
     write_run(base_folder, "base", "<b>odd", ['{"step": 1, "train/lo', {"step": 4, "sample": "x"}, record(6)])
     for tag in ("<b>odd", "other"):
@@ -96,33 +68,6 @@ def test_the_steps_of_a_speedrun_are_noted(base_folder):
     bad, good = state()["steps"]
     assert (bad["name"], bad["code"], good["name"], good["code"]) == ("bad-x", 7, "good-x", 0)
     assert 0.2 < good["ended"] - good["began"] < time.time() - bad["began"]
-
-
-# Seconds that a speedrun is expected to take; a step of it that began `now` seconds ago; a training that is half done.
-EXPECTED = {"data": 10, "base-x": 100, "eval-x": 20, "rl-x": 70}
-DATA, BASE = {"name": "data", "began": 0, "ended": 10, "code": 0}, {"name": "base-x", "began": 10}
-HALF = {"step": 50, "steps": 100, "elapsed": 60, "left": 60, "age": 1}
-
-
-@pytest.mark.parametrize("steps, now, training, left", [
-    ([DATA], 10, None, 190),
-    ([DATA, BASE], 40, HALF | {"age": 99}, 160),                                # before its first step: the estimate
-    ([DATA, BASE], 90, HALF, 60 + 90 * (60 + 10 + 140) / (60 + 10 + 100)),      # by its own steps; the others as it
-    ([DATA, BASE | {"began": 80}], 90, HALF, 60 + 90 * (70 + 120) / 170),       # it goes on: half was done before
-    ([DATA, BASE | {"ended": 20, "code": 1}], 20, None, None),
-    ([DATA, BASE], 200, HALF | {"age": 150}, None),                             # silent
-    ([DATA, {"name": "other", "began": 10}], 20, None, None),
-])
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH: apt install chromium")
-def test_how_long_the_whole_run_still_takes(browser, steps, now, training, left):  # noqa: F811
-    script = (REPO / "nanochat" / "serve" / "watch.js").read_text()
-    functions = re.findall(r"^function secondsLeft.*?^}|^const isQuiet.*?;$", script, re.MULTILINE | re.DOTALL)
-    page = browser.new_page()
-    shown = [{"tag": "x", "stages": {"base": training} if training else {}}]
-    told = page.evaluate("([state, now]) => {" + "\n".join(functions) + " return secondsLeft(state, now) }",
-                         [{"steps": steps, "expected": EXPECTED, "runs": shown}, now])
-    page.close()
-    assert told == (left and pytest.approx(left))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH: apt install chromium")
