@@ -27,7 +27,6 @@ class SamplingParams:
     top_k: int = 0                      # only the k most probable tokens; 0: all
     top_p: float = 1.0                  # then only the most probable tokens that together reach this probability
     seed: int | None = None             # None: another seed every time
-    stop: tuple[int, ...] | None = None  # tokens that end an answer; None: <|assistant_end|> and <|bos|>
     tools: bool = True                  # answer calls: <|python_start|>…<|python_end|>
     presence_penalty: float = 0.0       # subtracted from a token's capped logit if the answer has the token,
     frequency_penalty: float = 0.0      # once for each time that the answer has it

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
-from nanochat.inference.sums import TEXTS, language_of, read_sum
+from nanochat.inference.sums import LANGUAGES, language_of, read_sum
 from nanochat.library.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
 from nanochat.library.words import is_small_talk, refers_back, telling_words
 
@@ -86,7 +86,7 @@ class Tools:
             return None
         # Only the calls can tell: an "n" may be the beginning of "nothing" or of a passage.
         *before, call, _ = parts
-        calls = sum(part["type"] == "python" and is_call(part["text"]) for part in before)
+        calls = sum(part["type"] == "python" and bool(TOOL_CALL.fullmatch(part["text"])) for part in before)
         return self.find(call["text"]) if calls < MOST_CALLS else None
 
     def plan(self, questions: Sequence[str]) -> Plan:
@@ -94,7 +94,7 @@ class Tools:
         if not questions:
             return Plan()
         *before, last = map(question_in, questions[-3:])
-        lost = TEXTS[language_of(last)]["lost"]
+        lost = LANGUAGES[language_of(last)].says["lost"]
         if is_small_talk(last):
             return Plan(lost, is_small_talk=True)
         if wanted := read_sum(last):
@@ -165,10 +165,6 @@ def open_tools(library: str | None, copying: bool = True) -> Tools:
 def refusal(asked: str) -> str:
     """The English answer to a call with this text that found nothing. A blank before the text belongs to its token."""
     return REFUSAL.format(asked if asked.startswith(" ") else f' "{asked}"')
-
-
-def is_call(expression: str) -> bool:
-    return TOOL_CALL.fullmatch(expression) is not None
 
 
 def shortened(text: str, tokenizer: Tokenizer, size: int) -> str:

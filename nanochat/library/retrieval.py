@@ -318,8 +318,3 @@ def is_word(key: str) -> bool:
 
 def last_part(key: str) -> str:
     return key.rpartition(".")[2]
-
-
-def file_of(place: str) -> str:
-    """The file of a place: "notes/wine.md:14" -> "notes/wine.md"; other places stay as they are."""
-    return re.sub(r":\d+\Z", "", place)
