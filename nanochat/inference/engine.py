@@ -89,8 +89,7 @@ class Engine:
     ):
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "this tokenizer belongs to another model"
         self.context = model.config.sequence_len
-        self.capacity = min(capacity or self.context, self.context)
-        self.model = CachedModel(model, max_batch, self.capacity)
+        self.model = CachedModel(model, max_batch, min(capacity or self.context, self.context))
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self.tools = tools
@@ -116,7 +115,6 @@ class Engine:
         prompt = self.fit(prompt, sampling, truncate)
         # The last token is written, not read: an answer may end one token beyond the context.
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
-        assert len(prompt) + limit - 1 <= self.capacity, "no memory was set aside for so many tokens"
         plan, copying = Plan(), None
         if self.vocabulary and sampling.tools:
             questions = self.vocabulary.questions(prompt)
@@ -247,7 +245,7 @@ class Engine:
 
     def _advance(self, answer: Answer, drawn: int) -> None:
         """Append the answer's next token: the next one queued, or else the drawn one."""
-        if not answer.queued and answer.sampling.tools:
+        if not answer.queued and answer.plan.lost:
             self._end_well(answer, drawn)
         forced = bool(answer.queued)
         token = answer.queued.popleft() if forced else drawn
@@ -267,7 +265,7 @@ class Engine:
         latest = [*answer.tokens[1 - ENDLESS :], drawn]
         repeats = len(latest) == ENDLESS and any(latest[n:] == latest[:-n] for n in range(1, PERIOD + 1))
         is_endless = repeats and DIGITS.fullmatch(self.tokenizer.decode(latest))
-        if not answer.plan.lost or not is_endless and drawn not in self.stop:
+        if not is_endless and drawn not in self.stop:
             return
         if answer.expression is not None:
             answer.queued.append(self.python_end)

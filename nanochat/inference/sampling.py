@@ -4,14 +4,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from nanochat.inference.copying import Copying
+from nanochat.inference.copying import Copying
 
 # Lower temperatures are greedy, because float32 must be able to hold 1 / temperature.
 COLDEST = 1e-5
@@ -37,7 +35,7 @@ class SamplingParams:
 class Sampler:
     """How one answer's next token is chosen: its request's settings, and what depends on the tokens before."""
 
-    def __init__(self, sampling: SamplingParams, copying: "Copying | None" = None):
+    def __init__(self, sampling: SamplingParams, copying: Copying | None = None):
         self.sampling = sampling
         # A copy, because all answers to a prompt begin alike.
         self.copying = copy.copy(copying)

@@ -81,25 +81,29 @@ class Tools:
         return found_by(self.library, call[1], call[3])
 
     def source(self, parts: Sequence[dict[str, str]]) -> Passage | None:
-        """The passage that a message's last part is, or is the beginning of; else None."""
+        """
+        The passage that a message's last part is, or is the beginning of; else None. Made again since the call, the
+        library may find another.
+        """
         if [part["type"] for part in parts[-2:]] != ["python", "python_output"]:
             return None
         # Only the calls can tell: an "n" may be the beginning of "nothing" or of a passage.
-        *before, call, _ = parts
+        *before, call, result = parts
         calls = sum(part["type"] == "python" and bool(TOOL_CALL.fullmatch(part["text"])) for part in before)
-        return self.find(call["text"]) if calls < MOST_CALLS else None
+        passage = self.find(call["text"]) if calls < MOST_CALLS else None
+        return passage if passage and passage.text.startswith(result["text"]) else None
 
     def plan(self, questions: Sequence[str]) -> Plan:
         """What is decided about the answer to the user's last question."""
         if not questions:
             return Plan()
-        *before, last = map(question_in, questions[-3:])
+        last = question_in(questions[-1])
         lost = LANGUAGES[language_of(last)].says["lost"]
         if is_small_talk(last):
             return Plan(lost, is_small_talk=True)
         if wanted := read_sum(last):
             return Plan(lost, call=wanted.call, answer=wanted.answer)
-        return Plan(lost, *(self.asked(questions) if self.is_own else ()))
+        return Plan(lost, *self.asked(questions)) if self.is_own else Plan(lost)
 
     def asked(self, questions: Sequence[str]) -> tuple[str, bool]:
         """
