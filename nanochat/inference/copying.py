@@ -181,7 +181,8 @@ class Copying:
             self.written += vocabulary.bytes_of[token]
         if self.copy is None and self.special == vocabulary.python_start:
             self.copy = self._copy_of_question()
-            self.must_call = self.must_call and self.copy is None
+        if self.copy:
+            self.must_call = False
         if self.held and self.copy is None and len(self.written) >= self.held_from:
             self.copy = next((copy for copy in self.held if copy.source.startswith(self.written)), None)
 
@@ -206,8 +207,6 @@ class Copying:
 
     def allows(self, token: int) -> bool:
         """Whether this token may come next. Quick for one that goes on with the copied text, as most do."""
-        if self.copy is None and not self.must_call:
-            return True
         if self.copy and not self.vocabulary.is_special(token):
             more = self.vocabulary.bytes_of[token]
             if len(more) <= MOST_BYTES and any(rest.startswith(more) for rest in self.copy.rests(self.written)):

@@ -112,9 +112,8 @@ class Tools:
         """
         *before, last = map(question_in, questions[-3:] or [""])
         last = last[-LONGEST:]
-        telling = "".join(telling_words(last))
         searches = [last]
-        if before and (refers_back(last) or telling):
+        if before and (refers_back(last) or telling_words(last)):
             # The question before this one may itself go on from another.
             begins = 0 if refers_back(before[-1]) else -1
             together = f"{' '.join(before[begins:])}\n{last}"[-LONGEST:]
