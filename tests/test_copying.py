@@ -45,6 +45,7 @@ class Shelf:
 def engine_that_calls(model, **settings) -> Engine:
     """An engine whose answers begin with a call: the model's own logits come after `lookup(`, and in its refusals."""
     engine = Engine(model, TOKENIZER, tools=Tools(Shelf()), **settings)
+    engine.stop = {END}
     extend = engine._extend
 
     def steered(answers, logits):
@@ -120,7 +121,7 @@ def test_many_at_once_are_the_plain_loop_token_for_token():
     model = random_model()
     prompts = [render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
     engine = engine_that_calls(model, max_batch=3)
-    answers = engine.generate(prompts, SamplingParams(max_tokens=300, temperature=0, stop=(END,)))
+    answers = engine.generate(prompts, SamplingParams(max_tokens=300, temperature=0))
     for text, prompt, answer in zip(QUESTIONS, prompts, answers):
         expected = plain_answer(model, text, prompt, 300)
         expected = expected if END in expected else expected[:300]
@@ -131,7 +132,7 @@ def test_many_at_once_are_the_plain_loop_token_for_token():
 def test_draws_at_any_temperature_quote_to_the_letter():
     model = random_model()
     prompts = [render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
-    sampling = SamplingParams(max_tokens=400, temperature=1.5, seed=3, presence_penalty=0.5, stop=(END,))
+    sampling = SamplingParams(max_tokens=400, temperature=1.5, seed=3, presence_penalty=0.5)
     for number, answer in enumerate(engine_that_calls(model).generate(prompts, sampling, num_samples=8)):
         question = QUESTIONS[number // 8]
         call, *_, result = [part for part in to_parts(TOKENIZER, answer.tokens) if part["type"] != "text"]
@@ -196,7 +197,7 @@ def test_the_questions_of_a_prompt():
 
 def after(question: str, *parts: tuple[str, str], **own) -> Copying:
     """What an answer may copy that consists of these parts: a special token and a text each."""
-    copying = Copying(Vocabulary(TOKENIZER), [question], [END], **own)
+    copying = Copying(Vocabulary(TOKENIZER), [question], {END}, **own)
     for name, text in parts:
         for token in [SPECIAL(name), *TOKENIZER.encode(text)]:
             copying.add(token)

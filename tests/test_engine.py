@@ -34,7 +34,7 @@ SPECIAL = TOKENIZER.encode_special
 
 
 def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens, temperature=0, stop=(), tools=False)
+    return SamplingParams(max_tokens, temperature=0, tools=False)
 
 
 GREEDY = greedy(30)
@@ -61,6 +61,13 @@ def random_model(
     """Three layers; with windows the first two see 24 tokens."""
     shape = dict(sequence_len=96, vocab_size=V, n_layer=3, n_embd=64, n_head=4, n_kv_head=n_kv_head)
     return draw_weights(GPT(GPTConfig(**shape, **architecture(arch))), sharpness).to(dtype)
+
+
+def endless(model: GPT, *args, **settings) -> Engine:
+    """An engine whose answers no token ends."""
+    engine = Engine(model, TOKENIZER, *args, **settings)
+    engine.stop.clear()
+    return engine
 
 
 both = pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
@@ -123,7 +130,7 @@ def test_greedy_is_the_uncached_model_token_for_token(arch, n_kv_head, most_read
     expected = [uncached(model, prompt, count) for prompt, count in zip(prompts, counts)]
     assert len({token for tokens in expected for token in tokens}) > 30, "a model that repeats itself tests little"
 
-    engine = Engine(model, TOKENIZER, max_batch=4)
+    engine = endless(model, max_batch=4)
     answers = [engine.add(prompt, greedy(count))[0] for prompt, count in zip(prompts[:-1], counts)]
     for step in range(1000):
         if step == 5:
@@ -180,7 +187,7 @@ def test_everyone_writes_on_while_prompts_are_read():
     at least one of each. The short one is the first that is answered.
     """
     model, (running, *others) = random_model(), random_prompts(3, 60, 61, 5)
-    engine = Engine(model, TOKENIZER)
+    engine = endless(model)
     [writer] = engine.add(running, greedy(60))
     engine.step(8)
     reads = noted_reading(engine)
@@ -237,7 +244,7 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
     kinds = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p) for temperature, top_k, top_p in (
         (1, 0, 1), (2.5, 0, 1), (0.3, 5, 1), (1.5, 0, 0.8), (3, 40, 0.9), (1, 10**6, 1), (4, 0, 0), (0, 7, 1),
         (5, 12, 1))]
-    mixed = SamplingParams(1, 1.6, 30, 0.95, None, None, False, 0.3, 0.5, ((28, -2.0),))
+    mixed = SamplingParams(1, 1.6, 30, 0.95, None, False, 0.3, 0.5, ((28, -2.0),))
     kinds += [SamplingParams(presence_penalty=-1.5), SamplingParams(logit_bias=((3, 8.0), (59, -100.0))), mixed,
               dataclasses.replace(mixed, temperature=0), dataclasses.replace(mixed, frequency_penalty=-2.0)]
     samplers = [*map(Sampler, kinds), *(limited(one, ALLOWED) for one in kinds)]
@@ -284,27 +291,27 @@ def test_top_p_alone_draws_what_sorting_everything_draws(monkeypatch):
 def test_samples_do_not_depend_on_the_company():
     """Alone, or in a changing crowd of other requests: the same seed draws the same tokens."""
     model, (prompt, *others) = random_model(sharpness=0.1, arch=ALL_PIECES), random_prompts(8, 5, 30, 2, 14)
-    sampling = SamplingParams(40, temperature=1.2, top_k=50, top_p=0.95, seed=3, stop=(), tools=False)
-    alone = Engine(model, TOKENIZER).generate([prompt], sampling)[0].tokens
-    engine = Engine(model, TOKENIZER, max_batch=3)
+    sampling = SamplingParams(40, temperature=1.2, top_k=50, top_p=0.95, seed=3, tools=False)
+    alone = endless(model).generate([prompt], sampling)[0].tokens
+    engine = endless(model, max_batch=3)
     for i, other in enumerate(others[:2]):
-        engine.add(other, SamplingParams(9 + i, temperature=1.0, seed=i, stop=()))
+        engine.add(other, SamplingParams(9 + i, temperature=1.0, seed=i))
     engine.step()
     [answer] = engine.add(prompt, sampling)
     for other in others[2:]:
-        engine.add(other, SamplingParams(25, temperature=0, stop=()))
+        engine.add(other, SamplingParams(25, temperature=0))
     finish(engine)
     assert answer.tokens == alone
     seeds = [dataclasses.replace(sampling, seed=seed) for seed in (4, None, None)]
-    different = tokens_of(Engine(model, TOKENIZER).generate([prompt] * 3, seeds))
+    different = tokens_of(endless(model).generate([prompt] * 3, seeds))
     assert alone not in different and different[1] != different[2]
 
 
 def test_samples_of_one_prompt_share_its_reading_and_nothing_else():
     """More samples than rows: one reads for all. First tokens differ; sample i is draw i of the seed in any order."""
     model, [prompt] = random_model(sharpness=0.05, arch=ALL_PIECES), random_prompts(8)
-    sampling = SamplingParams(6, temperature=1.0, seed=0, stop=(), tools=False)
-    engine = Engine(model, TOKENIZER, max_batch=3)
+    sampling = SamplingParams(6, temperature=1.0, seed=0, tools=False)
+    engine = endless(model, max_batch=3)
     reads, answers = noted_reading(engine), engine.generate([prompt], sampling, num_samples=8)
     assert reads[:2] == [[8, 1, 1], [1, 1, 1]] and max(map(max, reads[1:])) == 1
     assert len({answer.tokens[0] for answer in answers}) > 4 and len({tuple(answer.tokens) for answer in answers}) == 8
@@ -321,9 +328,9 @@ def test_samples_of_one_prompt_share_its_reading_and_nothing_else():
 def test_logprobs_are_the_plain_models(arch):
     """Of sampled answers, whatever the sampling did, in company. Those who do not ask for them have none."""
     model, prompts = random_model(sharpness=0.1, arch=arch), random_prompts(20, 1, 7, 8, 95, 30)
-    samplings = [SamplingParams(length, 2.0, 20, 0.9, 1, (), False, 1.0, logprobs=count)
+    samplings = [SamplingParams(length, 2.0, 20, 0.9, 1, False, 1.0, logprobs=count)
                  for length, count in ((9, 3), (12, 1), (7, None), (1, 5), (1, 0), (20, None))]
-    engine = Engine(model, TOKENIZER, 3)
+    engine = endless(model, 3)
     answers = [answer for prompt, one in zip(prompts, samplings) for answer in engine.add(prompt, one, num_samples=2)]
     finish(engine, 7)
     assert [len(answer.tokens) for answer in answers[::2]] == [9, 12, 7, 1, 1, 20]
@@ -338,7 +345,7 @@ def test_logprobs_are_the_plain_models(arch):
             values = [row[one.token].item(), *best.values.tolist()]
             assert [token for token, _ in one.top] == best.indices.tolist()
             assert [one.logprob, *(value for _, value in one.top)] == pytest.approx(values, abs=1e-4)
-    alone = Engine(model, TOKENIZER).generate(prompts[1:2], dataclasses.replace(samplings[1], logprobs=None))
+    alone = endless(model).generate(prompts[1:2], dataclasses.replace(samplings[1], logprobs=None))
     assert alone[0].tokens == answers[2].tokens, "the same draw with log-probabilities and without"
 
 
@@ -355,7 +362,7 @@ def test_of_equal_logits_the_greedy_one_is_told_as_the_most_probable():
 def test_a_prompt_longer_than_the_context_is_an_error_or_truncated(arch):
     """Truncated it leaves room for half of the context; the end of the context ends the answer."""
     model, [prompt] = random_model(arch=arch), random_prompts(300)
-    engine = Engine(model, TOKENIZER)
+    engine = endless(model)
     with pytest.raises(UserError, match="300"):
         engine.generate([[1], prompt], GREEDY)
     assert not engine.busy, "what was added before the bad prompt does not stay"
@@ -390,11 +397,11 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
     ignored = [9] * len(forced)  # drawn while the tool is writing
     scripted(monkeypatch, 65, *call, *ignored, 70)
     model, prompts = random_model(arch=arch), random_prompts(10, 3)
-    engine = Engine(model, TOKENIZER, max_batch=2, tools=Tools(Shelf()))
+    engine = endless(model, max_batch=2, tools=Tools(Shelf()))
     logits, head = [], engine.model.logits
     engine.model.logits = lambda hidden: logits.append(head(hidden)) or logits[-1]
-    stop = SPECIAL("<|output_end|>"),  # ends what the model writes, not what the tool does
-    answer, other = engine.generate(prompts, SamplingParams(1 + len(call) + len(forced) + 19, stop=stop))
+    engine.stop = {SPECIAL("<|output_end|>")}  # ends what the model writes, not what the tool does
+    answer, other = engine.generate(prompts, SamplingParams(1 + len(call) + len(forced) + 19))
     assert answer.tokens == [65, *call, *forced, 70] + [5] * 18
     assert answer.forced == [False] * (1 + len(call)) + [True] * len(forced) + [False] * 19
     assert other.tokens == [5] * len(other.tokens) and not any(other.forced)
@@ -449,7 +456,7 @@ def test_parts_are_what_was_rendered():
 
 def test_a_stream_may_be_left():
     model, prompt = random_model(), random_prompts(9)[0]
-    engine = Engine(model, TOKENIZER)
+    engine = endless(model)
     for _ in engine.stream(prompt, GREEDY):
         break
     assert not engine.busy

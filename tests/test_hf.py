@@ -125,8 +125,9 @@ def test_transformers_computes_the_same(hf, tmp_path):
 
     prompt = [TOKENIZER.get_bos_token_id(), *tokens[0, :19].tolist()]
     got = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=[])[0, 20:].tolist()
-    greedy = SamplingParams(64, temperature=0, stop=(), tools=False)
-    expected = Engine(ours, TOKENIZER).generate([prompt], greedy)[0].tokens
+    engine = Engine(ours, TOKENIZER)
+    engine.stop.clear()
+    expected = engine.generate([prompt], SamplingParams(64, temperature=0, tools=False))[0].tokens
     assert got == expected and len(set(expected)) > 10
 
 

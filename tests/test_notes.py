@@ -35,7 +35,7 @@ def forbidden(tokenizer: Tokenizer, conversation: dict) -> bool:
     ids = list(render(tokenizer, conversation).ids)
     begin = len(ids) - ids[::-1].index(start)
     vocabulary = Vocabulary(tokenizer)
-    copying = Copying(vocabulary, vocabulary.questions(ids[:begin]), [end])
+    copying = Copying(vocabulary, vocabulary.questions(ids[:begin]), {end})
     for token in ids[begin:]:
         if not copying.allows(token):
             return True

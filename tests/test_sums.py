@@ -12,14 +12,14 @@ from nanochat.inference.calculator import calculate
 from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.sums import TEXTS, read_sum
+from nanochat.inference.sums import LANGUAGES, read_sum
 from nanochat.inference.tools import Tools
 from nanochat.library.retrieval import Passage
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.tasks import make_task
 
-ZERO, UNREADABLE = TEXTS["en"]["zero"], TEXTS["en"]["unreadable"]
+ZERO, UNREADABLE = LANGUAGES["en"].says["zero"], LANGUAGES["en"].says["unreadable"]
 
 
 @pytest.mark.parametrize("question, call, number", [
@@ -43,7 +43,7 @@ def test_a_sum_is_read_as_it_is_typed(question, call, number):
     ("Was ist 7 mal 8?", "Das Ergebnis ist 56."), ("Wie viel ist 9 geteilt durch 4", "Das Ergebnis ist 2.25."),
     ("¿Cuánto es 6 por 7?", "El resultado es 42."), ("combien font 6 fois 9 ?", "Le résultat est 54."),
     ("сколько будет 5 умножить на 6", "Ответ: 30."), ("7乘8等于多少？", "答案是56。"), ("8足す7は？", "答えは15です。"),
-    ("10 durch 0", TEXTS["de"]["zero"]), ("10 / 3 =", "The answer is about 3.333333333333."),
+    ("10 durch 0", LANGUAGES["de"].says["zero"]), ("10 / 3 =", "The answer is about 3.333333333333."),
 ])
 def test_the_answer_is_in_the_questions_language(question, answer):
     assert read_sum(question).answer == answer
@@ -52,7 +52,7 @@ def test_the_answer_is_in_the_questions_language(question, answer):
 @pytest.mark.parametrize("question, answer", [
     ("5/0", ZERO), ("7 divided by zero", ZERO), ("3 +", UNREADABLE), ("* 4", UNREADABLE), ("4 + cat", UNREADABLE),
     ("12 apples + 3", UNREADABLE), ("2 ** 10000", UNREADABLE),
-    ("is 9.11 bigger than 9.9?", TEXTS["en"]["no"]), ("2+2=4?", TEXTS["en"]["yes"]),
+    ("is 9.11 bigger than 9.9?", LANGUAGES["en"].says["no"]), ("2+2=4?", LANGUAGES["en"].says["yes"]),
 ])
 def test_what_has_no_number_gets_one_sentence(question, answer):
     assert read_sum(question).answer == answer
@@ -154,7 +154,7 @@ def test_a_sum_is_called_and_said_whatever_the_model_draws(monkeypatch):
 
 
 def test_no_answer_is_empty_or_endless(monkeypatch):
-    lost = TEXTS["en"]["lost"]
+    lost = LANGUAGES["en"].says["lost"]
     for drawn in ([], [CALL, *TOKENIZER.encode('2+2")'), CALLED], [CALL, *TOKENIZER.encode("10/ " * 99)]):
         said, answer = answered(monkeypatch, "Why are whales blue?", drawn)
         assert (said, answer.finish_reason) == (lost, "stop") and len(answer.tokens) < 60
@@ -162,7 +162,7 @@ def test_no_answer_is_empty_or_endless(monkeypatch):
     assert said.startswith("It is 2.5.55") and len(said) < 40 and answer.finish_reason == "stop"
     said, _ = answered(monkeypatch, "Why are whales blue?", TOKENIZER.encode("ha" * 40))
     assert said == "ha" * 40, "words may repeat themselves"
-    assert answered(monkeypatch, "Wieso sind Wale blau?", [])[0] == TEXTS["de"]["lost"]
+    assert answered(monkeypatch, "Wieso sind Wale blau?", [])[0] == LANGUAGES["de"].says["lost"]
 
 
 def test_small_talk_makes_no_call_and_other_questions_do(monkeypatch):

@@ -80,7 +80,7 @@ def value_of(text: str) -> Fraction | bool:
     except (SyntaxError, RecursionError) as error:
         raise ValueError("not arithmetic") from error
     match body:
-        case ast.Compare(left, [sign], [right]) if type(sign) in COMPARISONS:
+        case ast.Compare(left, [sign], [right]):
             return COMPARISONS[type(sign)](evaluate(left), evaluate(right))
         case number:
             return evaluate(number)

@@ -22,7 +22,7 @@ from functools import lru_cache
 
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.sums import TEXTS
+from nanochat.inference.sums import LANGUAGES
 from nanochat.inference.tools import NOTHING, QUERIES, REFUSALS, TOOL_CALL, Plan, refusal
 from nanochat.library.words import MARKS, UNSPACED, begins_back, telling_words
 
@@ -110,9 +110,9 @@ class Copy:
         return rests
 
 
-def copy_up_to(text: str, ends: Sequence[int], after: set[int]) -> Copy:
-    """A text from its beginning up to one of these characters; after it any token if none is given."""
-    return Copy(text.encode(), [0], [len(text[:end].encode()) for end in ends], after)
+def whole(text: str, after: set[int], ends: Sequence[int] = ()) -> Copy:
+    """A text, whole or up to one of these characters; after it any token if none is given."""
+    return Copy(text.encode(), [0], [len(text[:end].encode()) for end in ends or [len(text)]], after)
 
 
 def word_edges(text: str) -> tuple[list[int], list[int]]:
@@ -150,29 +150,27 @@ def telling_edges(text: str) -> tuple[list[int], list[int]]:
     return list(starts), sorted(kept((end, data[:end]) for end in reversed(ends)))
 
 
+@dataclass
 class Copying:
     """What one answer may copy. `add` gets every token of the answer, including the tools' tokens."""
+    vocabulary: Vocabulary
+    questions: Sequence[str]            # what the user wrote
+    stop: set[int]                      # the tokens that may end the answer
+    plan: Plan = Plan()                 # of `Tools.plan`
+    is_own: bool = False                # whether it is one's own library
+    special: int | None = None          # the answer's last special token
+    written: bytes = b""                # the answer since that token
+    tool: str = ""                      # the last call's name, until its result has come,
+    called: str = ""                    # and its text
+    spells: int = 0                     # how many words have been spelled
+    held: Sequence[Copy] = ()           # the answer is one of these if it begins like it,
+    held_from: int = SENTENCE_BEGINS    # with so many bytes
+    copy: Copy | None = None
 
-    def __init__(
-        self, vocabulary: Vocabulary, questions: Sequence[str], stop: Sequence[int], plan: Plan = Plan(),
-        is_own: bool = False,
-    ) -> None:
-        """
-        questions: what the user wrote; stop: the tokens that may end the answer; plan: of `Tools.plan`; is_own: whether
-        it is one's own library.
-        """
-        self.vocabulary, self.questions, self.plan, self.is_own = vocabulary, questions, plan, is_own
-        self.must_call = plan.is_found
-        self.stop = {token for token in stop if vocabulary.is_special(token)}
-        self.special: int | None = None     # the answer's last special token
-        self.written = b""                  # the answer since that token
-        self.tool, self.called = "", ""     # the last call's name, until its result has come, and its text
-        self.spells = 0                     # how many words have been spelled
-        self.held: list[Copy] = []          # the answer is one of these if it begins like it,
-        self.held_from = 0                  # with so many bytes
-        self.copy: Copy | None = None
-        if plan.answer and not plan.call:
-            self._hold(plan.answer)
+    def __post_init__(self) -> None:
+        self.must_call = self.plan.is_found
+        if self.plan.answer and not self.plan.call:
+            self.copy = whole(self.plan.answer, self.stop)
 
     def add(self, token: int) -> None:
         """Add the answer's next token."""
@@ -183,7 +181,8 @@ class Copying:
             self.written += vocabulary.bytes_of[token]
         if self.copy is None and self.special == vocabulary.python_start:
             self.copy = self._copy_of_question()
-            self.must_call = self.must_call and self.copy is None
+        if self.copy:
+            self.must_call = False
         if self.held and self.copy is None and len(self.written) >= self.held_from:
             self.copy = next((copy for copy in self.held if copy.source.startswith(self.written)), None)
 
@@ -208,8 +207,6 @@ class Copying:
 
     def allows(self, token: int) -> bool:
         """Whether this token may come next. Quick for one that goes on with the copied text, as most do."""
-        if self.copy is None and not self.must_call:
-            return True
         if self.copy and not self.vocabulary.is_special(token):
             more = self.vocabulary.bytes_of[token]
             if len(more) <= MOST_BYTES and any(rest.startswith(more) for rest in self.copy.rests(self.written)):
@@ -220,36 +217,32 @@ class Copying:
     def _after_special(self, token: int) -> None:
         """A call, its result or the answer begins or ends."""
         vocabulary, written = self.vocabulary, self.written.decode(errors="replace")
-        self.special, self.written, self.copy, self.held = token, b"", None, []
+        self.special, self.written, self.copy, self.held = token, b"", None, ()
         if token == vocabulary.python_end:
             call = TOOL_CALL.fullmatch(written)
             # A line before the last one is the question that this goes on from.
             self.tool, self.called = (call[1], call[3].rpartition("\n")[2]) if call else ("", "")
         elif token == vocabulary.output_end and self.plan.answer:
-            self._hold(self.plan.answer)
+            self.copy = whole(self.plan.answer, self.stop)
         elif token == vocabulary.output_end and not self.tool:
-            self._hold_one_of([texts["answer"].format(written) for texts in TEXTS.values()])
+            self._hold(language.says["answer"].format(written) for language in LANGUAGES.values())
         elif token == vocabulary.output_end and self.tool in COPYING_CALLS:
             tool, self.tool = self.tool, ""
             if written == NOTHING:
-                self._hold_one_of([refusal(self.called), *REFUSALS.values()])
+                self._hold([refusal(self.called), *REFUSALS.values()])
             elif tool == "spell":
                 self.spells += 1
                 if self.spells == 1:    # after two words an answer may begin with either
-                    self.held = [copy_up_to(written, [len(written)], set())]
+                    self.held = [whole(written, set())]
                     self.held_from = len(written[:2].encode())
             else:
                 # "It weighs 5 kg." belongs to the sentence before it.
                 ends = [end for end in sentence_ends(written) if not (self.is_own and begins_back(written[end:]))]
-                self.copy = copy_up_to(written, ends, self.stop)
+                self.copy = whole(written, self.stop, ends)
 
-    def _hold(self, text: str) -> None:
-        """The answer is this text."""
-        self.copy = copy_up_to(text, [len(text)], self.stop)
-
-    def _hold_one_of(self, texts: Sequence[str]) -> None:
+    def _hold(self, texts: Iterable[str]) -> None:
         """The answer is one of these texts if it begins like it."""
-        self.held, self.held_from = [copy_up_to(text, [len(text)], self.stop) for text in texts], SENTENCE_BEGINS
+        self.held, self.held_from = [whole(text, self.stop) for text in texts], SENTENCE_BEGINS
 
     def _copy_of_question(self) -> Copy | None:
         """The user's words, once a call's name has been written."""

@@ -19,7 +19,7 @@ thread.
 import math
 import random
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,7 +34,7 @@ from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.inference.kv_cache import CachedModel, Row
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.sampling import Sampler, SamplingParams, draw
-from nanochat.inference.tools import MOST_CALLS, NOTHING, Plan, Tools, is_call
+from nanochat.inference.tools import MOST_CALLS, NOTHING, TOOL_CALL, Plan, Tools
 from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
@@ -51,17 +51,11 @@ DIGITS = re.compile(r"[^a-z]*\d[^a-z]*", re.IGNORECASE)
 FinishReason = Literal["stop", "length"]
 
 
-def default_stop(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end an answer unless a request says otherwise."""
-    return tokenizer.encode_special("<|assistant_end|>"), tokenizer.encode_special("<|bos|>")
-
-
 @dataclass(eq=False)
 class Answer:
     """One continuation of a prompt: `add` returns it, `step` extends it. A stop token that ends it is part of it."""
     prompt: list[int]                       # as the model reads it, perhaps truncated
     sampling: SamplingParams
-    stop: tuple[int, ...]                   # tokens that end it
     limit: int                              # maximum number of tokens: max_tokens, or what the context leaves
     rng: random.Random
     sampler: Sampler
@@ -95,8 +89,7 @@ class Engine:
     ):
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "this tokenizer belongs to another model"
         self.context = model.config.sequence_len
-        self.capacity = min(capacity or self.context, self.context)
-        self.model = CachedModel(model, max_batch, self.capacity)
+        self.model = CachedModel(model, max_batch, min(capacity or self.context, self.context))
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self.tools = tools
@@ -104,6 +97,7 @@ class Engine:
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.assistant_start, self.assistant_end = special("<|assistant_start|>"), special("<|assistant_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
+        self.stop = {self.assistant_end, special("<|bos|>")}     # tokens that end an answer
         self.vocabulary = Vocabulary(tokenizer) if tools.copying else None
         self.clear()
 
@@ -121,19 +115,17 @@ class Engine:
         prompt = self.fit(prompt, sampling, truncate)
         # The last token is written, not read: an answer may end one token beyond the context.
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
-        assert len(prompt) + limit - 1 <= self.capacity, "no memory was set aside for so many tokens"
-        stop = default_stop(self.tokenizer) if sampling.stop is None else sampling.stop
         plan, copying = Plan(), None
         if self.vocabulary and sampling.tools:
             questions = self.vocabulary.questions(prompt)
             # An answer that has begun goes on as it likes.
             if prompt[-1] == self.assistant_start:
                 plan = self.tools.plan(questions)
-            copying = Copying(self.vocabulary, questions, stop, plan, self.tools.is_own)
+            copying = Copying(self.vocabulary, questions, self.stop, plan, self.tools.is_own)
         answers = []
         for i in range(num_samples):
             rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
-            answer = Answer(prompt, sampling, stop, limit, rng, Sampler(sampling, copying), plan)
+            answer = Answer(prompt, sampling, limit, rng, Sampler(sampling, copying), plan)
             if plan.call:
                 self._queue_call(answer, plan.call)
             if plan.is_small_talk:
@@ -240,12 +232,12 @@ class Engine:
         # A sample draws only for its own tokens, not for the tool's.
         uniforms = [0.0 if answer.queued else answer.rng.getrandbits(24) / 2**24 for answer in answers]
         drawn = draw(logits, [answer.sampler for answer in answers], uniforms, softcap)
-        wanted: dict[int, list[int]] = {}  # rows, by the number of probable tokens they want
+        wanted = defaultdict(list)  # rows, by the number of probable tokens they want
         for row, (answer, token) in enumerate(zip(answers, drawn)):
             self._advance(answer, token)
             count = answer.sampling.logprobs
             if count is not None:
-                wanted.setdefault(count, []).append(row)
+                wanted[count].append(row)
         for count, rows in wanted.items():
             found = token_logprobs(logits[rows], [answers[row].tokens[-1] for row in rows], count, softcap)
             for row, logprob in zip(rows, found):
@@ -253,7 +245,7 @@ class Engine:
 
     def _advance(self, answer: Answer, drawn: int) -> None:
         """Append the answer's next token: the next one queued, or else the drawn one."""
-        if not answer.queued and answer.sampling.tools:
+        if not answer.queued and answer.plan.lost:
             self._end_well(answer, drawn)
         forced = bool(answer.queued)
         token = answer.queued.popleft() if forced else drawn
@@ -261,7 +253,7 @@ class Engine:
         answer.forced.append(forced)
         if not forced and answer.sampling.tools:
             self._use_tool(answer, token)
-        if token in answer.stop and not answer.queued and (answer.is_ending or not forced):
+        if token in self.stop and not answer.queued and (answer.is_ending or not forced):
             answer.finish_reason = "length" if answer.is_cut else "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
@@ -273,14 +265,14 @@ class Engine:
         latest = [*answer.tokens[1 - ENDLESS :], drawn]
         repeats = len(latest) == ENDLESS and any(latest[n:] == latest[:-n] for n in range(1, PERIOD + 1))
         is_endless = repeats and DIGITS.fullmatch(self.tokenizer.decode(latest))
-        if not answer.plan.lost or not is_endless and drawn not in answer.stop:
+        if not is_endless and drawn not in self.stop:
             return
-        is_wordless = not answer.tokens or self.vocabulary.is_special(answer.tokens[-1])
         if answer.expression is not None:
             answer.queued.append(self.python_end)
-        if answer.expression is not None or is_wordless:
+        *_, last = *answer.prompt, *answer.tokens, *answer.queued
+        if self.vocabulary.is_special(last):    # not a word since the call, or at all
             answer.queued.extend(self.tokenizer.encode(answer.plan.lost))
-        answer.queued.append(drawn if drawn in answer.stop else self.assistant_end)
+        answer.queued.append(drawn if drawn in self.stop else self.assistant_end)
         answer.is_ending, answer.expression = True, None
 
     def _use_tool(self, answer: Answer, token: int) -> None:
@@ -311,7 +303,7 @@ class Engine:
         # The answer quotes it, perhaps in smaller tokens.
         room = min(self.context // RESULT_SHARE, (answer.limit - len(answer.tokens)) * 2 // 5)
         result = self.tools.result(expression, self.tokenizer, answer.calls, room)
-        answer.calls += is_call(expression)
+        answer.calls += bool(TOOL_CALL.fullmatch(expression))
         if result is not None:
             answer.queued.extend([self.output_start, *self.tokenizer.encode(result), self.output_end])
             passage = self.tools.find(expression)

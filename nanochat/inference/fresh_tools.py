@@ -11,11 +11,8 @@ from nanochat.runtime.errors import first_line
 
 class FreshTools(Tools):
     """Tools whose library is made again when the user's files that it was made from have changed."""
-
-    def __init__(self, library: Library | None, copying: bool) -> None:
-        super().__init__(library, copying)
-        self.files: str | None = None  # fingerprint at the last look
-        self.lock = threading.Lock()
+    files = ""                  # fingerprint at the last look
+    lock = threading.Lock()     # one for all: they may share a library
 
     def refresh(self) -> None:
         """Other questions wait meanwhile. After an error, one line for each state of the files, the library stays."""

@@ -4,14 +4,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from nanochat.inference.copying import Copying
+from nanochat.inference.copying import Copying
 
 # Lower temperatures are greedy, because float32 must be able to hold 1 / temperature.
 COLDEST = 1e-5
@@ -27,7 +25,6 @@ class SamplingParams:
     top_k: int = 0                      # only the k most probable tokens; 0: all
     top_p: float = 1.0                  # then only the most probable tokens that together reach this probability
     seed: int | None = None             # None: another seed every time
-    stop: tuple[int, ...] | None = None  # tokens that end an answer; None: <|assistant_end|> and <|bos|>
     tools: bool = True                  # answer calls: <|python_start|>…<|python_end|>
     presence_penalty: float = 0.0       # subtracted from a token's capped logit if the answer has the token,
     frequency_penalty: float = 0.0      # once for each time that the answer has it
@@ -38,7 +35,7 @@ class SamplingParams:
 class Sampler:
     """How one answer's next token is chosen: its request's settings, and what depends on the tokens before."""
 
-    def __init__(self, sampling: SamplingParams, copying: "Copying | None" = None):
+    def __init__(self, sampling: SamplingParams, copying: Copying | None = None):
         self.sampling = sampling
         # A copy, because all answers to a prompt begin alike.
         self.copying = copy.copy(copying)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from nanochat.inference.calculator import MAX_LENGTH, NUMBER, calculate, value_of, write
 from nanochat.library import words
-from nanochat.library.words import UNSPACED, normal_form, telling_words
+from nanochat.library.words import UNSPACED, any_of, edged, listed, normal_form, telling_words
 from nanochat.runtime.files import read_toml
 
 DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d{1,2}(?!\d))")
@@ -42,24 +42,32 @@ class Sum(NamedTuple):
     answer: str
 
 
-class Language(NamedTuple):
-    """How people ask for sums in a language."""
-    says: dict[str, str]                    # the sentences of answers
-    common: set[str]                        # its words for sums and its stop words, to know the language
-    around: re.Pattern[str]                 # what may stand around a sum
-    signs: dict[str, str]                   # words for signs and numbers
-    sign: re.Pattern[str]
-    forms: list[tuple[re.Pattern[str], str]]    # what takes the place of other ways to name a sum
+class Language:
+    """How people ask for sums in a language. says: its part of sums.toml; asking: its part of languages.toml."""
+
+    def __init__(self, says: dict[str, Any], asking: dict[str, str]) -> None:
+        self.says = says
+        # Words for signs and numbers.
+        self.signs = {word: sign for sign, named in says["signs"].items() for word in listed(named)}
+        self.sign = whole(self.signs)
+        # What may stand around a sum.
+        around = [*normal_form(asking["stop"]).split(), *listed(f"{asking['ask']},{says['words']}")]
+        self.around = whole(around)
+        # What takes the place of other ways to name a sum.
+        self.forms = [read_form(line) for line in says["forms"].strip().splitlines()]
+        # Its words for sums and its stop words, to know the language.
+        self.common = {*units(" ".join([*around, *self.signs, re.sub(r"[ABC]\b|=.*", " ", says["forms"])]))}
 
 
 def read_sum(question: str) -> Sum | None:
     """The sum that a question asks for; None if it asks for something else."""
-    says, _, around, signs, sign, forms = LANGUAGES[language_of(question)]
-    text = sign.sub(lambda word: f" {signs[word[0]]} ", normal_form(question.translate(SIGNS)))
+    language = LANGUAGES[language_of(question)]
+    says, around = language.says, language.around
+    text = language.sign.sub(lambda word: f" {language.signs[word[0]]} ", normal_form(question.translate(SIGNS)))
     if len(text) > MAX_LENGTH or not re.search(r"\d", text):
         return None
     text = COLON.sub(" / ", X.sub(" * ", DECIMAL_COMMA.sub(".", text)))
-    for form, meant in forms:
+    for form, meant in language.forms:
         text = form.sub(meant, text)
     unreadable = Sum("", says["unreadable"])
     if telling_words(around.sub(" ", STRETCH.sub("|", text))):
@@ -96,15 +104,6 @@ def units(text: str) -> list[str]:
     return UNIT.findall(normal_form(text))
 
 
-def read_language(says: dict[str, Any], asking: dict[str, str]) -> Language:
-    """says: its part of sums.toml; asking: its part of languages.toml."""
-    signs = {word: sign for sign, named in says["signs"].items() for word in listed(named)}
-    around = [*normal_form(asking["stop"]).split(), *listed(f"{asking['ask']},{says['words']}")]
-    common = {*units(" ".join([*around, *signs, re.sub(r"[ABC]\b|=.*", " ", says["forms"])]))}
-    forms = [read_form(line) for line in says["forms"].strip().splitlines()]
-    return Language(says, common, pattern(around), signs, pattern(signs), forms)
-
-
 def read_form(line: str) -> tuple[re.Pattern[str], str]:
     """A line of `forms`: a pattern, and what takes the place of what it matches."""
     named, meant = line.split(" = ")
@@ -117,22 +116,10 @@ def read_form(line: str) -> tuple[re.Pattern[str], str]:
     return re.compile(form), re.sub("[ABC]", r"\\g<\g<0>>", f"({meant})")
 
 
-def pattern(phrases: Iterable[str]) -> re.Pattern[str]:
-    """Any of these phrases, the longest first, and none within "twenty-fold"."""
-    longest = sorted(phrases, key=len, reverse=True)
-    return re.compile("|".join(f"(?<!-){edged(re.escape(phrase), phrase)}(?!-)" for phrase in longest))
+def whole(phrases: Iterable[str]) -> re.Pattern[str]:
+    """Any of these phrases, but not within "twenty-fold"."""
+    return re.compile(f"(?<!-)(?:{any_of(phrases)})(?!-)")
 
 
-def edged(expression: str, text: str) -> str:
-    """Not within a word. In scripts without blanks words have no edges."""
-    before, after = (rf"[^\W{UNSPACED}]" if end < UNSPACED[0] else r"\b\B" for end in (text[0], text[-1]))
-    return f"(?<!{before}){expression}(?!{after})"
-
-
-def listed(text: str) -> list[str]:
-    """The words and phrases that stand between commas."""
-    return [" ".join(phrase.split()) for phrase in normal_form(text).split(",") if phrase.strip()]
-
-
-TEXTS = read_toml("inference/sums.toml")
-LANGUAGES = {language: read_language(says, words.LANGUAGES[language]) for language, says in TEXTS.items()}
+LANGUAGES = {language: Language(says, words.LANGUAGES[language])
+             for language, says in read_toml("inference/sums.toml").items()}

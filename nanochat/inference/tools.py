@@ -19,7 +19,7 @@ from typing import NamedTuple
 from nanochat.data.sentences import sentence_ends
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
-from nanochat.inference.sums import TEXTS, language_of, read_sum
+from nanochat.inference.sums import LANGUAGES, language_of, read_sum
 from nanochat.library.retrieval import LONGEST, Library, Passage, SearchFailed, library_path
 from nanochat.library.words import is_small_talk, refers_back, telling_words
 
@@ -81,25 +81,29 @@ class Tools:
         return found_by(self.library, call[1], call[3])
 
     def source(self, parts: Sequence[dict[str, str]]) -> Passage | None:
-        """The passage that a message's last part is, or is the beginning of; else None."""
+        """
+        The passage that a message's last part is, or is the beginning of; else None. Made again since the call, the
+        library may find another.
+        """
         if [part["type"] for part in parts[-2:]] != ["python", "python_output"]:
             return None
         # Only the calls can tell: an "n" may be the beginning of "nothing" or of a passage.
-        *before, call, _ = parts
-        calls = sum(part["type"] == "python" and is_call(part["text"]) for part in before)
-        return self.find(call["text"]) if calls < MOST_CALLS else None
+        *before, call, result = parts
+        calls = sum(part["type"] == "python" and bool(TOOL_CALL.fullmatch(part["text"])) for part in before)
+        passage = self.find(call["text"]) if calls < MOST_CALLS else None
+        return passage if passage and passage.text.startswith(result["text"]) else None
 
     def plan(self, questions: Sequence[str]) -> Plan:
         """What is decided about the answer to the user's last question."""
         if not questions:
             return Plan()
-        *before, last = map(question_in, questions[-3:])
-        lost = TEXTS[language_of(last)]["lost"]
+        last = question_in(questions[-1])
+        lost = LANGUAGES[language_of(last)].says["lost"]
         if is_small_talk(last):
             return Plan(lost, is_small_talk=True)
         if wanted := read_sum(last):
             return Plan(lost, call=wanted.call, answer=wanted.answer)
-        return Plan(lost, *(self.asked(questions) if self.is_own else ()))
+        return Plan(lost, *self.asked(questions)) if self.is_own else Plan(lost)
 
     def asked(self, questions: Sequence[str]) -> tuple[str, bool]:
         """
@@ -108,9 +112,8 @@ class Tools:
         """
         *before, last = map(question_in, questions[-3:] or [""])
         last = last[-LONGEST:]
-        telling = "".join(telling_words(last))
         searches = [last]
-        if before and (refers_back(last) or telling):
+        if before and (refers_back(last) or telling_words(last)):
             # The question before this one may itself go on from another.
             begins = 0 if refers_back(before[-1]) else -1
             together = f"{' '.join(before[begins:])}\n{last}"[-LONGEST:]
@@ -165,10 +168,6 @@ def open_tools(library: str | None, copying: bool = True) -> Tools:
 def refusal(asked: str) -> str:
     """The English answer to a call with this text that found nothing. A blank before the text belongs to its token."""
     return REFUSAL.format(asked if asked.startswith(" ") else f' "{asked}"')
-
-
-def is_call(expression: str) -> bool:
-    return TOOL_CALL.fullmatch(expression) is not None
 
 
 def shortened(text: str, tokenizer: Tokenizer, size: int) -> str:

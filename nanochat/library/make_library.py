@@ -86,9 +86,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
         manifest = {"form": FORM, "source": source, "field": field, "encoding": encoding, "files": files}
         database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
         count = database.executemany(INSERT, passages if quiet else progress(passages, "reading", "passages")).rowcount
-        if quiet:
-            notes = Notes(list, {UNREAD: notes[UNREAD]} if notes[UNREAD] else {})
-        say(notes)
+        say({UNREAD: notes[UNREAD]} if quiet else notes)
         if not count:
             raise UserError(f"nothing to read in {source}: expected text in {EXPECTED}")
         for context, text in database.execute("SELECT context, text FROM passages"):

@@ -129,23 +129,23 @@ def files_below(source: Path, notes: Notes, kind: re.Pattern[str] = DATA_FILE) -
 
 
 def fingerprint(source: str) -> str:
-    """A hash of the names, sizes and times of the files that a library reads; "" if there are none."""
+    """A hash of the names, sizes and times of the files that a library reads."""
     digest = hashlib.sha256()
-    files = files_below(Path(source), Notes(list), LIBRARY_FILE)
-    for file in files:
+    for file in files_below(Path(source), Notes(list), LIBRARY_FILE):
         # An editor that saves may have removed it in the meantime.
         with contextlib.suppress(FileNotFoundError):
             status = file.stat()
             digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
-    return digest.hexdigest() if files else ""
+    return digest.hexdigest()
 
 
-def say(notes: Notes) -> None:
+def say(notes: dict[str, list[str]]) -> None:
     for what, names in notes.items():
         more = ", …" if len(names) > 5 else ""
         line = f"{len(names)} files {what}: {', '.join(names[:5])}{more}"
-        # Names of files are bytes, and need not be UTF-8.
-        print(line.encode(errors="replace").decode())
+        if names:
+            # Names of files are bytes, and need not be UTF-8.
+            print(line.encode(errors="replace").decode())
 
 
 def kind_of(path: Path) -> str:

@@ -11,9 +11,10 @@ here.
 import difflib
 import math
 import re
+import statistics
 import threading
 import unicodedata
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,7 +148,9 @@ class Library:
     def named_in(self, text: str) -> Passage | None:
         """The passage whose title is a word of the text that must be a name: it has a dot, a digit, …"""
         for word in text.split():
-            passage = None if is_word(key_of(word)) else self.titled(word)
+            # Marks, such as vowel signs, are parts of letters.
+            is_word = all(unicodedata.category(character)[0] in "LM" for character in key_of(word))
+            passage = None if is_word else self.titled(word)
             if passage:
                 return passage
         return None
@@ -170,7 +173,7 @@ class Library:
         if asked:
             weights = {stem: weight if stem in asked else weight / 2 for stem, weight in weights.items()}
 
-        def weight_in(found: Set[str]) -> float:
+        def weight_in(found: Iterable[str]) -> float:
             return sum(weights[stem] for stem in sorted(weights.keys() & found))
 
         # Between blanks: "json.partition" is one word.
@@ -182,7 +185,7 @@ class Library:
         # BM25 gives no weight to a stem that half of the passages have, but ranking those takes most of the time. A
         # passage that has only such stems is no answer if they have less than ENOUGH of the question's weight.
         rare = [stem for stem in rarest if weights[stem] >= RARE]
-        if weight_in(set(rare)) >= (1 - ENOUGH) * total:
+        if weight_in(rare) >= (1 - ENOUGH) * total:
             rarest = rare
         # What a passage of one's notes must have: numbers, names, and what other notes are about. "The colour of box 1"
         # is not that of box 7, a family doctor's hours are not the vet's.
@@ -245,7 +248,7 @@ class Library:
                 weights[stem] = math.log(1 + self.passages / (1 + count))
         if not weights:
             return {}
-        median = sorted(weights.values())[len(weights) // 2]
+        median = statistics.median_high(weights.values())
         return dict.fromkeys((stem for stem in asked if stem not in common), median) | weights
 
     def spend(self) -> bool:
@@ -311,15 +314,5 @@ def key_of(title: str) -> str:
     return " ".join((title.partition("(")[0] or title).strip(PUNCTUATION).split())
 
 
-def is_word(key: str) -> bool:
-    """Whether a key has only letters, and marks such as vowel signs."""
-    return all(unicodedata.category(character)[0] in "LM" for character in key)
-
-
 def last_part(key: str) -> str:
     return key.rpartition(".")[2]
-
-
-def file_of(place: str) -> str:
-    """The file of a place: "notes/wine.md:14" -> "notes/wine.md"; other places stay as they are."""
-    return re.sub(r":\d+\Z", "", place)

@@ -13,7 +13,7 @@ word, and so is each Chinese character.
 """
 import re
 import unicodedata
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from functools import lru_cache
 
 from nanochat.runtime.files import read_toml
@@ -120,12 +120,28 @@ def common_stems(question: str) -> frozenset[str]:
     return COMMON_STEMS.intersection(stem(word.strip(".,:;!?")) for word in normal_form(question).split())
 
 
-def phrases(key: str) -> str:
-    """A pattern for the words and phrases that languages.toml lists under a key."""
-    listed = normal_form(",".join(data[key] for data in LANGUAGES.values()).replace("\n", " ")).split(",")
-    # The longest first. In scripts without blanks words have no edges.
-    longest = sorted(map(str.strip, listed), key=len, reverse=True)
-    return "|".join(one if one >= UNSPACED[0] else rf"\b{one}\b" for one in longest)
+def listed(text: str) -> list[str]:
+    """The words and phrases that stand between commas."""
+    return [" ".join(phrase.split()) for phrase in normal_form(text).split(",") if phrase.strip()]
+
+
+def any_of(phrases: Iterable[str]) -> str:
+    """An expression for any of these words and phrases, the longest first."""
+    longest = sorted(phrases, key=len, reverse=True)
+    return "|".join(edged(re.escape(phrase), phrase) for phrase in longest)
+
+
+def edged(expression: str, text: str) -> str:
+    """An expression for this text, but not within a word. In scripts without blanks words have no edges."""
+    letter = rf"[^\W{UNSPACED}]"
+    before = f"(?<!{letter})" if text[0] < UNSPACED[0] else ""
+    after = f"(?!{letter})" if text[-1] < UNSPACED[0] else ""
+    return before + expression + after
+
+
+def listed_under(key: str) -> str:
+    """An expression for the words and phrases that languages.toml lists under a key."""
+    return any_of(listed(",".join(data[key] for data in LANGUAGES.values())))
 
 
 LANGUAGES = read_toml("library/languages.toml")
@@ -133,9 +149,8 @@ MONTHS = LANGUAGES.pop("months")
 STOP_WORDS = frozenset(normal_form(" ".join(data["stop"] for data in LANGUAGES.values())).split())
 GERMAN = frozenset(normal_form(LANGUAGES["de"]["only"]).split())
 # Chinese stop words are cut out of their text; the longest first.
-PHRASES = re.compile("|".join(sorted(filter(re.compile(f"[{UNSPACED}]").match, STOP_WORDS), key=len, reverse=True)))
+PHRASES = re.compile(any_of(word for word in STOP_WORDS if word >= UNSPACED[0]))
 COMMON_STEMS = frozenset(stems(" ".join(data.get("common", "") for data in LANGUAGES.values())))
-ASKING = re.compile(phrases("ask"))
-PRONOUN = re.compile(phrases("pronouns"))
-TALK, YOU, ABOUT_YOU = (re.compile(phrases(key)) for key in ("talk", "you", "about_you"))
-BEGINNING = re.compile(rf"\W*(?:{phrases('pronouns')}|{phrases('links')})")
+ASKING, PRONOUN, LINK, TALK, YOU, ABOUT_YOU = (
+    re.compile(listed_under(key)) for key in ("ask", "pronouns", "links", "talk", "you", "about_you"))
+BEGINNING = re.compile(rf"\W*(?:{PRONOUN.pattern}|{LINK.pattern})")

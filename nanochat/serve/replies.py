@@ -1,5 +1,6 @@
 """Answers in OpenAI's interface: from the chunks of an engine to JSON or server-sent events."""
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -28,7 +29,7 @@ class Choice:
         self.index = index
         self.detokenizer, self.stop = IncrementalDetokenizer(tokenizer), StopStrings(stop)
         self.tokens = 0
-        self.written = self.shown = 0               # characters; the others may be the beginning of a stop string
+        self.written = 0                            # characters
         self.parts: list[Json] = []
         self.logprobs: list[PlacedLogprob] = []
         self.held: list[PlacedLogprob] = []         # of tokens whose text has not been shown
@@ -48,13 +49,14 @@ class Choice:
             self.written += sum(len(delta.text) for delta in new)
             self.tokens += 1
             deltas += self.searched(new)
+        shown: float = self.written - len(self.stop.held)
         if chunk.finish_reason:
             deltas += self.searched(self.detokenizer.end()) + self.stop.end()
         self.finish_reason = "stop" if self.stop.found else chunk.finish_reason
-        self.shown += sum(len(delta.text) for delta in deltas)
         # The last tokens may have no text; but what a stop string cuts off stays hidden.
-        is_whole = self.finish_reason and not self.stop.found
-        count = sum(bool(is_whole) or one.offset < self.shown for one in self.held)
+        if chunk.finish_reason and not self.stop.found:
+            shown = math.inf
+        count = sum(one.offset < shown for one in self.held)
         logprobs, self.held = self.held[:count], self.held[count:]
         self.logprobs += logprobs
         return deltas, logprobs
@@ -90,18 +92,12 @@ class Reply:
             if choice.parts and choice.parts[-1]["type"] == part["type"]:
                 choice.parts[-1]["text"] += part["text"]
             else:
-                part |= self.source(choice, part)
                 choice.parts.append(part)
+                if passage := self.model.tools.source(choice.parts):
+                    fields = passage._asdict().items()
+                    choice.parts[-1]["source"] = {name: value for name, value in fields if value and name != "text"}
             new.append(part | {"index": len(choice.parts) - 1})
         return choice, self.delta(choice, new), logprobs
-
-    def source(self, choice: Choice, part: Json) -> Json:
-        """Where the passage that a part begins comes from; {} if the part is not a passage."""
-        passage = self.model.tools.source([*choice.parts, part])
-        # Made again since the call, the library may find another passage.
-        if passage and passage.text.startswith(part["text"]):
-            return {"source": {name: value for name, value in passage._asdict().items() if value and name != "text"}}
-        return {}
 
     def described(self, choice: Choice, content: Json, placed: Sequence[PlacedLogprob]) -> Json:
         logprobs = self.show(placed) if placed else None

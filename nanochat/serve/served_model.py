@@ -149,11 +149,11 @@ class ServedModel:
         """Send all new tokens. In one call: the event loop wakes once."""
         news: list[tuple[Request, Chunk | ApiError]] = []
         for answer, place in list(self.answers.items()):
-            request, index, sent = place.request, place.index, place.sent
+            sent = place.sent
             if len(answer.tokens) == sent and not answer.finish_reason:
                 continue
-            chunk = Chunk(index, answer.tokens[sent:], answer.logprobs[sent:], answer.finish_reason)
-            news.append((request, chunk))
+            chunk = Chunk(place.index, answer.tokens[sent:], answer.logprobs[sent:], answer.finish_reason)
+            news.append((place.request, chunk))
             place.sent = len(answer.tokens)
             if answer.finish_reason:
                 del self.answers[answer]
