@@ -1,6 +1,5 @@
 """The view of training runs: what is read of a base folder, and the page in a browser beside a run that trains."""
 import json
-import re
 import signal
 import subprocess
 import sys
