@@ -105,7 +105,7 @@ def padded_batches(
     padded = []
     for indices in batches:
         chosen = [rows[index] for index in indices] or [target_row([0, 0], 1)]
-        longest, _ = chosen[-1]
+        longest, _ = chosen[-1]  # the rows are sorted
         inputs, targets, _ = padded_batch(chosen, len(chosen), len(longest) - 1, device)
         padded.append((indices, inputs, targets))
     return padded

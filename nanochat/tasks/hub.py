@@ -53,12 +53,11 @@ class HubTask(Shuffled):
             import datasets
         except ImportError:
             raise UserError(f"the data set {self.hub} needs the datasets package: . ./setup.sh hub") from None
-        tasks = base_dir() / "tasks"
-        local = tasks / self.folder
+        local = base_dir() / f"tasks/{self.folder}"
         source = str(local / self.config)
         try:
             if local.is_dir():
-                self.rows = datasets.load_dataset(source, split=split, cache_dir=f"{tasks}/cache")
+                self.rows = datasets.load_dataset(source, split=split, cache_dir=f"{base_dir()}/tasks/cache")
             else:
                 source = f"{self.hub} from the hub, and there is no {local}"
                 self.rows = datasets.load_dataset(self.hub, self.config or None, split=split)
