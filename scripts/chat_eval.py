@@ -28,7 +28,7 @@ measured = make_tasks(tasks, "test")
 if not measured:
     raise UserError(f"tasks={tasks} has nothing that can be measured, only what can be trained on")
 
-from nanochat.eval.task_eval import accuracy, chatcore, evaluate_task
+from nanochat.eval.task_eval import chatcore, evaluate_task, pass_at
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, compute_init
@@ -48,17 +48,16 @@ scores = []
 rows = []
 sampling = SamplingParams(max_new_tokens, temperature=0)  # always the likeliest token
 for task in measured:
-    judged = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, copying=copying)
-    correct, right = judged.correct, accuracy(judged.correct)
-    misquotes += judged.misquoted
+    correct, misquoted = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, copying=copying)
+    accuracies[task.name] = right = pass_at(correct, 1)
+    misquotes += misquoted
     # With copying, quotations are exact. Only an answer to "nothing" that does not begin like a refusal can be wrong.
-    misquoted = f"{sum(judged.misquoted):,} of {len(judged.misquoted):,}" if judged.misquoted else ""
-    accuracies[task.name] = right
+    quotes = f"{sum(misquoted):,} of {len(misquoted):,}" if misquoted else ""
     results[task.name] = f"{right:.1%}"
     scores.append((right - task.baseline) / (1 - task.baseline))  # centred: 0 for guessing, 1 for perfect
     line = f"{task.name:42} {right:6.1%} of {len(correct):,} problems"
-    print0(line + f", misquotes {misquoted}" if misquoted else line)
-    rows.append([task.name, f"{len(correct):,}", f"{right:.1%}", f"{task.baseline:.1%}", misquoted])
+    print0(line + f", misquotes {quotes}" if quotes else line)
+    rows.append([task.name, f"{len(correct):,}", f"{right:.1%}", f"{task.baseline:.1%}", quotes])
 
 mean = f"mean centred accuracy over {len(measured)} tasks"
 results[mean] = sum(scores) / len(scores)

@@ -112,8 +112,8 @@ while True:
     if is_due(step, num_iterations, eval_every):
         with session.evaluation():
             whole_model = sharding.gather_model()  # ZeRO's stage 3 gathers its parameters for this
-            right = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
-                                  eval_samples).correct
+            right, _ = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
+                                     eval_samples)
             samples = sample_answers(held_out, whole_model, tokenizer)
             del whole_model
             passed = {f"pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}

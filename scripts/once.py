@@ -40,10 +40,9 @@ def name_of(command: list[str]) -> tuple[str, str, str]:
     settings = dict(word.partition("=")[::2] for word in command)
     kind = STAGES.get(script, script)
     if script == "chat_eval":
-        kind += "-" + settings.get("--source", "")
+        kind = f"{script}-{settings.get('--source', '')}"
     about = (Path(settings.get(f"--{key}", "")).name for key in ("model_tag", "data", "name", "source"))
-    tag = settings.get("--model_tag", "")
-    return script, tag, f"{kind}-{next(filter(None, about), 'newest')}"
+    return script, settings.get("--model_tag", ""), f"{kind}-{next(filter(None, about), 'newest')}"
 
 
 def own_files(command: list[str]) -> list[tuple[str, int, int]]:
@@ -65,8 +64,8 @@ def run(command: list[str]) -> int:
     reaches it anyway, SIGTERM is passed on. Nothing is locked here: a training run locks its own folder.
     """
     child = subprocess.Popen(command)
-    # A handler that does nothing: Ctrl-C is for the command.
-    signal.signal(signal.SIGINT, lambda *_: None)
+    # Ctrl-C is for the command, which has begun and does not inherit this.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     # In turns: a signal that comes just before a system call is handled only after it.
     while child.returncode is None:
@@ -82,7 +81,7 @@ def note(**record: Any) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(f"{json.dumps(record)}\n")
 
 
 def once(command: list[str]) -> None:
@@ -90,7 +89,7 @@ def once(command: list[str]) -> None:
     script, model_tag, name = name_of(command)
     print(f"\n=== {name}, {time.strftime('%H:%M:%S')}", flush=True)
     chain = Path(os.environ.get("CHAIN", os.devnull))
-    path = base_dir() / "once" / f"{name}.json"
+    path = base_dir() / f"once/{name}.json"
     record = json.dumps({"after": chain.read_text(), "command": command, "files": own_files(command)}, indent=1)
     if path.exists() and path.read_text() == record:
         print("done before", flush=True)

@@ -10,7 +10,7 @@ from configurator import configure, refuse
 # ---- A rented machine
 gpus = 0                    # [0..] its GPUs; 0: this machine
 gpu = ""                    # which, as in nanochat/runtime/gpus.toml: H100; perhaps with its GB: A100,40
-price: float | None = None  # [>0] dollars per GPU and hour; None: as guessed in nanochat/runtime/gpus.toml
+price: float | None = None  # [0.01..] dollars per GPU and hour; None: as guessed in nanochat/runtime/gpus.toml
 # ---- What is trained
 depth = -1                  # [-1, 1..] layers; -1: chosen. On a CPU always its model, with this many layers
 hours = 0.0                 # [0..] for all stages: the largest depth that ends, with less RL; 0: one that takes a day

@@ -157,7 +157,7 @@ RANGED = """from configurator import configure
 depth = 20       # [1..] layers
 part = 0.4       # [0..1] of the run
 steps = -1       # [-1, 1..] of training
-heat = 1.0       # [>0] of the samples
+heat = 1.0       # [0.1..] of the samples
 top: int | None = None  # [1..] likeliest tokens
 config = configure(globals())
 """
@@ -165,7 +165,7 @@ config = configure(globals())
 
 @pytest.mark.parametrize(("argument", "value"), [
     ("--depth=1", 1), ("--depth=0", None), ("--part=0", 0.0), ("--part=1.01", None), ("--steps=-1", -1),
-    ("--steps=0", None), ("--heat=1e-9", 1e-9), ("--heat=0", None), ("--top=None", "None"), ("--top=0", None),
+    ("--steps=0", None), ("--heat=0.1", 0.1), ("--heat=0", None), ("--top=None", "None"), ("--top=0", None),
 ])
 def test_numbers_stay_in_the_range_that_the_comment_declares(tmp_path, monkeypatch, capsys, argument, value):
     """None here: refused, with the range in the line."""
@@ -175,7 +175,7 @@ def test_numbers_stay_in_the_range_that_the_comment_declares(tmp_path, monkeypat
     if value is not None:
         assert run(script, monkeypatch, argument)["config"][name] == (None if value == "None" else value)
     else:
-        ranges = {"depth": "[1..]", "part": "[0..1]", "steps": "[-1, 1..]", "heat": "[>0]", "top": "[1..]"}
+        ranges = {"depth": "[1..]", "part": "[0..1]", "steps": "[-1, 1..]", "heat": "[0.1..]", "top": "[1..]"}
         line = refused(script, monkeypatch, capsys, argument)
         assert line.startswith(f"error: {argument}: {name} takes ") and f" in {ranges[name]} (default: " in line
 

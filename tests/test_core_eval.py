@@ -165,7 +165,7 @@ def tokenizer() -> Tokenizer:
 
 def test_scores_are_those_of_the_plain_model_one_item_at_a_time(bundle, tokenizer):
     model = make_model(tokenizer)
-    core = evaluate_core(model, tokenizer, load_tasks(bundle), tokens_per_forward=512)
+    core = evaluate_core(model, tokenizer, load_tasks(bundle), -1, tokens_per_forward=512)
     expected = {label: centered(model, tokenizer, bundle, label) for label in TASKS}
     assert core.tasks == pytest.approx(expected, abs=1e-12)
     assert core.score == pytest.approx(sum(expected.values()) / len(TASKS), abs=1e-12) and core.name == "CORE"
@@ -193,7 +193,7 @@ def test_rows_that_are_too_long_lose_what_follows_bos(bundle, tokenizer):
     assert {row[0] for row in rows} == {tokenizer.get_bos_token_id()} and max(map(len, rows)) == 25
     cut = make_model(tokenizer, sequence_len=24)
     expected = {task.label: centered(cut, tokenizer, bundle, task.label) for task in tasks}
-    assert evaluate_core(cut, tokenizer, tasks).tasks == pytest.approx(expected, abs=1e-12)
+    assert evaluate_core(cut, tokenizer, tasks, -1, 16384).tasks == pytest.approx(expected, abs=1e-12)
 
 
 def core_on_a_rank(rank: int, world_size: int, bundle: Path, stage: int) -> tuple:
@@ -202,7 +202,7 @@ def core_on_a_rank(rank: int, world_size: int, bundle: Path, stage: int) -> tupl
     if stage >= 0:
         shard_model(model, model.units(), torch.device("cpu"), torch.float32, stage)
     tasks = load_tasks(bundle)[::-1]  # first one that does not call the model as a whole: on stage 3 it begins with it
-    return evaluate_core(model, tokenizer, tasks, tokens_per_forward=300)
+    return evaluate_core(model, tokenizer, tasks, -1, tokens_per_forward=300)
 
 
 @pytest.mark.parametrize("world_size,stage", [(3, -1), (2, 3)], ids=["3 ranks", "2 ranks, ZeRO 3"])

@@ -235,7 +235,7 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(tmp_path, undisturbed):
 
 def evaluate_until_stopped(rank: int, world_size: int, args: list[str]) -> tuple[str, int]:
     """What is printed, and the batches that are evaluated at step 4, in the first of which rank 0 gets SIGTERM."""
-    calls = send_in_evaluation(0 if rank else signal.SIGTERM, "nanochat.eval.loss_eval.counted_nats", 4)
+    calls = send_in_evaluation(0 if rank else signal.SIGTERM, "nanochat.model.gpt.GPT.forward", 4)
     printed = script(rank, world_size, args)
     return printed, calls.count(4)
 

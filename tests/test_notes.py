@@ -10,15 +10,16 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.copying import Copying, Vocabulary
 from nanochat.inference.tools import REFUSALS, Tools
 from nanochat.tasks import make_task
-from nanochat.tasks.notes import LANGUAGES, texts_of, words_of
+from nanochat.tasks.common import read_texts
+from nanochat.tasks.notes import LANGUAGES, words_of
 
 SLOTS = {"lookup": "nvpotdwx", "search": "nvpotdwx", "talk": "", "notes": "nvpotdw"}
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_language(language: str):
-    texts = texts_of(language)
-    assert texts.keys() == texts_of("de").keys()
+    texts = read_texts(f"notes_{language}")
+    assert texts.keys() == read_texts("notes_de").keys()
     for name, slots in SLOTS.items():
         ways = texts[name].splitlines()
         assert len(ways) == len(set(ways)) and len(ways) >= (15 if name == "notes" else 30)

@@ -19,6 +19,7 @@ from nanochat.tasks.common import single_turn
 from nanochat.training.rollouts import sample_rollouts
 
 TOKENIZER = Tokenizer([])
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def random_model() -> GPT:
@@ -68,15 +69,15 @@ def test_the_letter_is_the_likeliest_first_token_of_the_answer():
     for batch_size in (1, 4, 13):
         assert likeliest_letters(model, TOKENIZER, conversations, batch_size) == expected
     right = [[letter == reference(one)] for letter, one in zip(expected, conversations)]
-    assert evaluate_task(Choices(), model, TOKENIZER, 4) == (right, [])
-    assert evaluate_task(Choices(), model, TOKENIZER, 4, max_problems=3).correct == right[:3]
+    assert evaluate_task(Choices(), model, TOKENIZER, 4, -1, GREEDY) == (right, [])
+    assert evaluate_task(Choices(), model, TOKENIZER, 4, 3, GREEDY) == (right[:3], [])
 
 
 def evaluate_both(rank: int, world_size: int) -> list:
     model = random_model()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task_eval, "misquotes", lambda parts: [True, False])
-        return [evaluate_task(Choices(), model, TOKENIZER, 4),
+        return [evaluate_task(Choices(), model, TOKENIZER, 4, -1, GREEDY),
                 evaluate_task(Writing(), model, TOKENIZER, 4, -1, SamplingParams(8, 1.0, seed=5), 3)]
 
 
@@ -104,7 +105,8 @@ def test_ranks_share_the_problems_and_agree():
 ])
 def test_what_is_a_misquote(said, wrong):
     types = ["python", "python_output", "text"] * 2
-    assert misquotes([{"type": type, "text": text} for type, text in zip(types, said.split(" | ")) if text]) == wrong
+    parts = [{"type": type, "text": text} for type, text in zip(types, said.split(" | ")) if text]
+    assert list(misquotes(parts)) == wrong
 
 
 def test_advantages_are_within_a_problem_and_only_sampled_tokens_count():

@@ -107,7 +107,7 @@ def said(sentence: str, x: str, y: str) -> list[float]:
     found = []
     for turn in ({"X": x, "Y": y}, {"X": y, "Y": x}):  # one bit for who asks, one for what kind of question
         found += [2 + bits for _, bits in parses(SENTENCES["exchanges"], sentence, turn)]
-        for slots, _ in parses((tinyworld.QUOTED_FACT,), sentence, turn):
+        for slots, _ in parses(("{X}: {q} {Y}: {a}",), sentence, turn):
             tellings = bits_of_tellings(True).get(Telling(slots["q"], slots["a"]), ())
             found += [2 + math.log2(len(tinyworld.FACT_TOPICS)) + bits for _, bits in tellings]
     return found
@@ -200,12 +200,12 @@ def test_sample_prompts(base_folder):
 def test_held_out_tellings():
     """They have no probability in documents."""
     held = [fact for fact in facts() if fact.held_out]
-    prompts = [as_prompt(fact.held_out, fact.answer) for fact in held]
+    prompts = [as_prompt(fact.held_out, fact.slots["a"]) for fact in held]
     assert len(set(prompts)) == len(held) >= 200
     kept_prompts = [as_prompt(telling, "") for fact in facts() for telling in fact.tellings]
     assert not any(kept.startswith(f"{prompt} ") for kept in kept_prompts for prompt in prompts)
     for fact, prompt in zip(held, prompts):
         asked, reply = fact.held_out
         assert fact.held_out not in fact.tellings
-        assert f"{prompt} {fact.answer}." in (reply, f"Question: {asked} Answer: {reply}")
-        assert told(f"{prompt} {fact.answer}.") == []
+        assert f"{prompt} {fact.slots['a']}." in (reply, f"Question: {asked} Answer: {reply}")
+        assert told(f"{prompt} {fact.slots['a']}.") == []

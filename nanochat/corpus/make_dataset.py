@@ -35,7 +35,10 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     """
     if source not in NAMED and not source.startswith("hf:"):
         source = str(own_path(source, f"{SOURCES}{did_you_mean(source, NAMED)}"))
-    name = name or default_name(source)
+    if not name:
+        # The source's own, without folders and suffixes.
+        path = source.split(":")[1] if source.startswith("hf:") else source
+        name = DATA_FILE.sub("", Path(path).name)
     check_name(name, source)
     folder = dataset_dir(name)
     # Printed at once: reading can take minutes.
@@ -53,7 +56,7 @@ def make_from_text(name: str, settings: dict) -> dict:
     """Build a data set from documents, aside, and put it in place whole."""
     source = settings["source"]
     seed = settings["seed"]
-    shard_bytes = max(1, int(settings["shard_mb"] * 1e6))
+    shard_bytes = int(settings["shard_mb"] * 1e6)
     max_shards = settings["num_shards"] if settings["num_shards"] > 0 else sys.maxsize
     # Bytes of text to read: at most a tenth is held out for validation.
     enough = int(1.1 * max_shards * shard_bytes)
@@ -104,12 +107,6 @@ def write_manifest(folder: Path, name: str, settings: dict, shards: list[dict], 
     }
     write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
     return manifest
-
-
-def default_name(source: str) -> str:
-    """The data set's name if none was given: the source's own, without folders and suffixes."""
-    path = source.split(":")[1] if source.startswith("hf:") else source
-    return DATA_FILE.sub("", Path(path).name)
 
 
 def check_name(name: str, source: str) -> None:

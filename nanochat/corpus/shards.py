@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import pickle
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def build(
 def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int) -> tuple[np.ndarray, int]:
     """First pass: write every new document into its key's bucket. Returns each slot's bytes of text, and duplicates."""
     duplicates = 0
-    sizes = np.zeros(SLOTS, dtype=np.int64)
+    sizes = np.zeros(SLOTS, int)
     # About 100 bytes per document: 10 million documents take a gigabyte.
     seen: set[bytes] = set()
     with contextlib.ExitStack() as stack:
@@ -95,14 +96,15 @@ def choose_held_out(sizes: np.ndarray, total: int, shard_bytes: int) -> np.ndarr
     from the top down until there is enough, skipping slots that are too large; if all are, the smallest.
     """
     wanted = min(shard_bytes, max(total * VAL_SHARE, min(VAL_BYTES, total / 10)))
-    held_out = np.zeros(SLOTS, dtype=bool)
+    held_out = np.zeros(SLOTS, bool)
     got = 0
-    for slot in np.flatnonzero(sizes)[::-1]:
+    slots = np.flatnonzero(sizes)
+    for slot in slots[::-1]:
         if got < wanted and got + sizes[slot] <= 1.5 * wanted:
             held_out[slot] = True
             got += sizes[slot]
     if not got:
-        held_out[np.argmin(np.where(sizes, sizes, sizes.max() + 1))] = True
+        held_out[slots[sizes[slots].argmin()]] = True
     return held_out
 
 
@@ -114,7 +116,7 @@ def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_
     val: list[bytes] = []
     train: list[bytes] = []
     size = 0
-    for slot, text in (record for bucket in buckets for record in read_bucket(bucket)):
+    for slot, text in chain.from_iterable(map(read_bucket, buckets)):
         if held_out[slot]:
             val.append(text)
         elif len(paths) < min(number, max_shards):
@@ -160,5 +162,5 @@ def describe(path: Path, checksum: str) -> dict:
                 text_bytes += pc.sum(pc.binary_length(batch["text"])).as_py() or 0
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(f"not a whole parquet file with a column 'text': {first_line(error)}") from None
-    size = path.stat().st_size
-    return {"file": path.name, "rows": rows, "bytes": size, "text_bytes": text_bytes, "sha256": checksum}
+    return {"file": path.name, "rows": rows, "bytes": path.stat().st_size, "text_bytes": text_bytes,
+            "sha256": checksum}

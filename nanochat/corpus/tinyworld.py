@@ -32,7 +32,6 @@ NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: they would outnu
 WORDS = DATA["words"].split()
 PROMPTS = DATA["prompts"]  # beginning of a document -> what must follow; "" if several answers may
 SENTENCES = {name: lines.splitlines() for name, lines in DATA["sentences"].items()}
-QUOTED_FACT = "{X}: {q} {Y}: {a}"
 SLOT = re.compile(r"\{(\w+)\}")
 SLOTS: dict[str, list[str]] = {}  # slot -> the words that may fill it
 for slots, words in DATA["slots"].items():
@@ -77,12 +76,11 @@ class Telling(NamedTuple):
 
 class Fact(NamedTuple):
     topic: str
-    answer: str
-    tellings: tuple[Telling, ...]  # equally likely in documents
-    held_out: Telling | None       # one more, which no document of any seed contains
-    noun: str                      # template of the noun phrase of its relation; "" for relations without one
-    slots: Slots                   # of its templates
-    templates: tuple[str, ...]     # of all its tellings
+    tellings: list[Telling]   # equally likely in documents
+    held_out: Telling | None  # one more, which no document of any seed contains
+    noun: str                 # template of the noun phrase of its relation; "" for relations without one
+    slots: Slots              # of its templates: {a} is the answer
+    templates: list[str]      # of all its tellings
 
 
 class Document(NamedTuple):
@@ -103,18 +101,8 @@ def as_prompt(telling: Telling, answer: str) -> str:
     return text.removesuffix(f" {answer}.")
 
 
-def held_out_telling(key: str, tellings: list[Telling], answer: str) -> Telling | None:
-    """For about half of all keys one of these tellings, but none of the PROMPTS that a model completes."""
-    # A hash, not a draw: the choice must be the same for every seed, and stay when facts are added.
-    digest = hashlib.sha256(key.encode()).digest()
-    candidates = [telling for telling in tellings if as_prompt(telling, answer) not in PROMPTS]
-    if not candidates or digest[0] % 2 == 0:
-        return None
-    return candidates[digest[1] % len(candidates)]
-
-
 @cache
-def facts() -> tuple[Fact, ...]:
+def facts() -> list[Fact]:
     """Every fact of the world with all its tellings, in a fixed order."""
     world = []
     for relation in DATA["relations"]:
@@ -128,12 +116,11 @@ def facts() -> tuple[Fact, ...]:
             # Pairs are separated by commas, and an answer may contain commas, too.
             pairs = re.split(", (?=[^,]*=)", " ".join(relation["facts"].split()))
             rows = [tuple(pair.split("=")) for pair in pairs]
-        for row in rows:
-            world.append(make_fact(relation["topic"], noun, tuple(templates), row))
-    return tuple(world)
+        world += [make_fact(relation["topic"], noun, templates, row) for row in rows]
+    return world
 
 
-def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[str]) -> Fact:
+def make_fact(topic: str, noun: str, templates: list[str], row: Sequence[str]) -> Fact:
     # Subject, answer, and the helpers of computed facts.
     slots = dict(zip("sayx", row))
     slots["np"] = noun.format(**slots)
@@ -144,11 +131,16 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[s
         question, _, reply = template.format(**slots).rpartition(" | ")
         telling = Telling(question, reply)
         tellings.append(telling)
-        if template.endswith(" {a}.") and topic not in NEVER_HELD_OUT:
+        if template.endswith(" {a}.") and as_prompt(telling, slots["a"]) not in PROMPTS:
             answer_last.append(telling)
-    held_out = held_out_telling(f"{noun or None}: {slots['s']}", answer_last, slots["a"])
-    kept = tuple(telling for telling in tellings if telling != held_out)
-    return Fact(topic, slots["a"], kept, held_out, noun, slots, templates)
+    # About half of the facts hold one of these out. A hash, not a draw: the choice must be the same for every seed, and
+    # stay when facts are added.
+    digest = hashlib.sha256(f"{noun or None}: {slots['s']}".encode()).digest()
+    held_out = None
+    if answer_last and digest[0] % 2 and topic not in NEVER_HELD_OUT:
+        held_out = answer_last[digest[1] % len(answer_last)]
+        tellings.remove(held_out)
+    return Fact(topic, tellings, held_out, noun, slots, templates)
 
 
 @cache
@@ -208,7 +200,7 @@ def conversation(count: int, rng: StableRandom) -> Iterator[str]:
         else:
             fact = rng.choice(facts_of(rng.choice(FACT_TOPICS)))
             question, reply = rng.choice([telling for telling in fact.tellings if telling.question])
-            yield QUOTED_FACT.format(**turn, q=question, a=reply)
+            yield f"{turn['X']}: {question} {turn['Y']}: {reply}"
 
 
 def generate(seed: int, index: int) -> Document:
@@ -222,14 +214,17 @@ def generate(seed: int, index: int) -> Document:
     topic = rng.choice(TOPICS)
     fewest, most = LENGTHS[topic]
     count = fewest + rng.below(most - fewest + 1)
-    if topic == "stories":
-        return Document(" ".join(story(count, rng)), rng.bits)
-    if topic == "conversations":
-        text = " ".join(conversation(count, rng))
-    else:
-        text = " ".join(fact_sentence(topic, rng) for _ in range(count))
     # After the last sentence these lengths are still possible.
-    return Document(text, rng.bits - math.log2(most + 1 - count))
+    lengths = most + 1 - count
+    if topic == "stories":
+        sentences = story(count, rng)
+        lengths = 1
+    elif topic == "conversations":
+        sentences = conversation(count, rng)
+    else:
+        sentences = (fact_sentence(topic, rng) for _ in range(count))
+    text = " ".join(sentences)  # draws them
+    return Document(text, rng.bits - math.log2(lengths))
 
 
 # ---- The entropy of a data set --------------------------------------------------------------------------------------

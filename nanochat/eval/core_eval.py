@@ -13,7 +13,7 @@ import csv
 import json
 import os
 import random
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -24,9 +24,8 @@ import torch
 from nanochat.data.padding import WeightedTokens
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import score_rows, target_row
-from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
+from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.compiling import eagerly
-from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.files import base_dir
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
@@ -79,56 +78,47 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
     entries = yaml.safe_load((bundle / "core.yaml").read_bytes())["icl_tasks"]
     with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
         percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
-    tasks = []
-    for entry in entries:
-        label = entry["label"]
-        path = bundle / "eval_data" / entry["dataset_uri"]
-        delimiter = entry.get("continuation_delimiter", " ")
-        tasks.append(CoreTask(label, entry["icl_task_type"], entry["num_fewshot"][0], delimiter, percent[label] / 100,
-                              path))
-    return tasks
+    return [CoreTask(entry["label"], entry["icl_task_type"], entry["num_fewshot"][0],
+                     entry.get("continuation_delimiter", " "), percent[entry["label"]] / 100,
+                     bundle / f"eval_data/{entry['dataset_uri']}") for entry in entries]
 
 
 def load_items(task: CoreTask) -> list[CoreItem]:
     """A task's items, shuffled as every evaluator does, so the first few are a sample."""
-    lines = task.path.read_bytes().splitlines()  # a str would also split at U+2028
-    items = [item_of(task, json.loads(line)) for line in lines]
+    items = []
+    for line in task.path.read_bytes().splitlines():  # a str would also split at U+2028
+        fields = json.loads(line)
+        if task.kind == "language_modeling":
+            begins, ends = [fields["context"].strip()], ["", fields["continuation"]]
+            fields["gold"] = 1
+        elif task.kind == "schema":
+            begins, ends = fields["context_options"], [fields["continuation"]]
+        else:
+            begins, ends = [fields["query"]], fields["choices"]
+        variants = [f"{begin}{task.delimiter}{end}" for begin, end in product(begins, ends)]
+        items.append(CoreItem(variants, fields["gold"]))
     random.Random(1337).shuffle(items)
     return items
-
-
-def item_of(task: CoreTask, fields: dict) -> CoreItem:
-    """An item from a line of the task's file."""
-    if task.kind == "language_modeling":
-        before = fields["context"].strip() + task.delimiter
-        return CoreItem([before, before + fields["continuation"]], 1)
-    if task.kind == "schema":
-        variants = [context + task.delimiter + fields["continuation"] for context in fields["context_options"]]
-    else:
-        variants = [fields["query"] + task.delimiter + choice for choice in fields["choices"]]
-    return CoreItem(variants, fields["gold"])
 
 
 # ---- From items to rows of tokens
 
 
-def prompts_of(task: CoreTask, items: list[CoreItem], index: int) -> list[str]:
-    """The item's variants, each after the same examples."""
+def rows_of(
+    task: CoreTask, items: list[CoreItem], index: int, tokenizer: Tokenizer, longest: int
+) -> list[WeightedTokens]:
+    """
+    The rows of an item's variants, each after the same examples, cut after <|bos|> to `longest` tokens. At least one
+    token counts.
+    """
     others = items[:index] + items[index + 1 :]
     drawn = random.Random(1234 + index).sample(others, min(task.num_fewshot, len(others)))
-    shots = "".join(example.variants[example.gold] + "\n\n" for example in drawn)
+    shots = "".join(f"{example.variants[example.gold]}\n\n" for example in drawn)
     texts = [shots + text for text in items[index].variants]
     if task.kind == "language_modeling":
         # A final blank would be its own token; in the whole text it begins the next word's token.
         texts[0] = texts[0].rstrip()
-    return texts
-
-
-def rows_of(
-    task: CoreTask, items: list[CoreItem], index: int, tokenizer: Tokenizer, longest: int
-) -> list[WeightedTokens]:
-    """The rows of an item's variants, cut after <|bos|> to `longest` tokens. At least one token counts."""
-    encoded = tokenizer.encode(prompts_of(task, items, index), prepend="<|bos|>")
+    encoded = tokenizer.encode(texts, prepend="<|bos|>")
     from_end = task.kind == "schema"
     # commonprefix takes any sequences, although it is in os.path.
     shared = len(os.path.commonprefix([tokens[::-1] for tokens in encoded] if from_end else encoded))
@@ -150,7 +140,7 @@ def rows_of(
 
 @torch.no_grad()
 def evaluate_core(
-    model, tokenizer: Tokenizer, tasks: list[CoreTask], max_per_task: int = -1, tokens_per_forward: int = 16384
+    model, tokenizer: Tokenizer, tasks: list[CoreTask], max_per_task: int, tokens_per_forward: int
 ) -> Core:
     """
     CORE on every rank; the same numbers for any number of ranks. COLLECTIVE.
@@ -159,7 +149,6 @@ def evaluate_core(
     row goes alone, and no row is longer than the model's rows.
     """
     rank, world_size = rank_and_size()
-    device = next(model.parameters()).device
     longest = model.config.sequence_len + 1
     sizes = []                   # items of each task
     correct = [0] * len(tasks)   # each task's right answers, on this rank
@@ -180,13 +169,9 @@ def evaluate_core(
                 scores = iter(score_rows(model, list(chain.from_iterable(variants)), tokens_per_forward, greedily))
             for index, rows in zip(block, variants):
                 item_scores = [next(scores) for _ in rows]
-                if greedily:
-                    correct[number] += item_scores[0] == 0
-                else:
-                    correct[number] += item_scores.index(min(item_scores)) == items[index].gold
-    sums = torch.tensor(correct, dtype=sum_dtype(device), device=device)
-    all_reduce_sum(sums)
-    counts = np.array(sums.tolist())
+                best = item_scores.index(min(item_scores))
+                correct[number] += item_scores[0] == 0 if greedily else best == items[index].gold
+    counts = np.sum(gather_objects(correct), axis=0)
     baselines = np.array([task.baseline for task in tasks])
     centered = (counts / sizes - baselines) / (1 - baselines)
     # Only a score over all items of all tasks is CORE.

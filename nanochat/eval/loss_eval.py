@@ -5,14 +5,13 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader, validation_rows
 from nanochat.data.padding import WeightedTokens, padded_batch
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.runtime.collectives import all_reduce_sum, from_rank0, rank_and_size
+from nanochat.runtime.collectives import all_reduce_sum, from_rank0, gather_objects, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.progress import progress
@@ -31,10 +30,11 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     device = next(model.parameters()).device
     bytes_of = torch.from_numpy(token_bytes).to(device)
     total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
-    batches = iter(batches)
-    for _ in until_stopped(progress(range(steps), "bits per byte", "batches")):
-        inputs, targets, cu_seqlens, *_ = next(batches)
-        total += counted_nats(model, inputs, targets, cu_seqlens, bytes_of)
+    shown = progress(itertools.islice(batches, steps), "bits per byte", "batches", steps)
+    for inputs, targets, cu_seqlens, *_ in until_stopped(shown):
+        target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
+        losses = model(inputs, targets, reduction="none", cu_seqlens=cu_seqlens) * (target_bytes > 0)  # (B, T)
+        total += torch.stack([losses.sum(dtype=total.dtype), target_bytes.sum()])
     all_reduce_sum(total)
     nats, count = total.tolist()
     return nats / math.log(2) / count
@@ -55,28 +55,13 @@ def evaluate_split(
     return bpb
 
 
-def counted_nats(model, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None, bytes_of: Tensor) -> Tensor:
-    """(2,): nats and bytes, over targets that stand for at least one byte of text."""
-    target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
-    losses = model(inputs, targets, reduction="none", cu_seqlens=cu_seqlens) * (target_bytes > 0)  # (B, T)
-    return torch.stack([losses.sum(dtype=sum_dtype(inputs.device)), target_bytes.sum()])
-
-
 def score_rows(model, rows: list[WeightedTokens], tokens_per_forward: int, greedily: bool) -> list[float]:
     """
     For each row the mean loss of its targets, in nats; or, greedily, how many of its targets are not the most likely
     token. COLLECTIVE: each rank has its own rows, but with sharded parameters every forward pass is a collective.
     """
-    device = next(model.parameters()).device
-    batches = group_by_length(rows, tokens_per_forward)
-    if dist.is_initialized():
-        passes = torch.tensor(len(batches), device=device)
-        dist.all_reduce(passes, dist.ReduceOp.MAX)
-        # A rank with fewer batches joins the other ranks' passes with rows that count for nothing.
-        batches += [[]] * (int(passes) - len(batches))
     scores = [0.0] * len(rows)
-    for indices in batches:
-        inputs, targets = collate(rows, indices, device)
+    for indices, inputs, targets in padded_batches(rows, tokens_per_forward, next(model.parameters()).device):
         counts = targets >= 0
         if greedily:
             # The head sees only positions with a target: the logits of all positions could take gigabytes.
@@ -100,10 +85,14 @@ def target_row(tokens: list[int], start: int) -> WeightedTokens:
     return tokens, [0.0] * start + [1.0] * (len(tokens) - start)
 
 
-def group_by_length(rows: list[WeightedTokens], tokens_per_forward: int) -> list[list[int]]:
+def padded_batches(
+    rows: list[WeightedTokens], tokens_per_forward: int, device: torch.device
+) -> list[tuple[list[int], Tensor, Tensor]]:
     """
-    The rows' indices in batches of similar lengths: rows times length, padding included, is at most
-    tokens_per_forward. A longer row is a batch of its own.
+    The rows in batches of similar lengths, each as (indices of its rows, inputs, targets). inputs and targets are
+    (B, T): T + 1 is the longest row's length; positions without a target have −1. Rows times length, padding included,
+    is at most tokens_per_forward; a longer row is a batch of its own. COLLECTIVE: all ranks get equally many batches; a
+    batch without rows is one row of zeros, so a forward pass has something to compute.
     """
     lengths = [len(tokens) for tokens, _ in rows]
     batches: list[list[int]] = []
@@ -112,18 +101,14 @@ def group_by_length(rows: list[WeightedTokens], tokens_per_forward: int) -> list
         if not batches or (len(batches[-1]) + 1) * lengths[index] > tokens_per_forward:
             batches.append([])
         batches[-1].append(index)
-    return batches
-
-
-def collate(rows: list[WeightedTokens], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """
-    inputs and targets of the rows with these indices, (B, T): T + 1 is the longest row's length; positions without a
-    target have −1. Without indices there is one row of zeros, so a forward pass has something to compute.
-    """
-    chosen = [rows[index] for index in indices] or [target_row([0, 0], 1)]
-    length = max(len(tokens) for tokens, _ in chosen) - 1
-    inputs, targets, _ = padded_batch(chosen, len(chosen), length, device)
-    return inputs, targets
+    batches += [[]] * (max(gather_objects(len(batches))) - len(batches))
+    padded = []
+    for indices in batches:
+        chosen = [rows[index] for index in indices] or [target_row([0, 0], 1)]
+        longest, _ = chosen[-1]  # the rows are sorted
+        inputs, targets, _ = padded_batch(chosen, len(chosen), len(longest) - 1, device)
+        padded.append((indices, inputs, targets))
+    return padded
 
 
 def print_samples(model, tokenizer: Tokenizer, prompts: Iterable[str], max_tokens: int) -> list[tuple[str, str]]:

@@ -1,10 +1,9 @@
 """Evaluates a model on tasks: the likeliest letter of a multiple choice, or a written answer. All ranks take part."""
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 
@@ -12,7 +11,7 @@ from nanochat.data.batch_shape import chunks
 from nanochat.data.conversation import render_prompt, text_of
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.loss_eval import collate, group_by_length, target_row
+from nanochat.eval.loss_eval import padded_batches, target_row
 from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
@@ -23,7 +22,6 @@ from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
-GREEDY = SamplingParams(temperature=0.0)
 SAMPLES = 8
 # The tasks of nanochat's ChatCORE, with its accuracy of guessing. Its SpellingBee counts letters of real words, ours
 # also spells them.
@@ -31,25 +29,22 @@ CHATCORE = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25, "GSM8K": 0.0,
             "SpellingBee (real words)": 0.0}
 
 
-class Evaluation(NamedTuple):
-    """A model's results on a task."""
-    correct: list[list[bool]]   # each sample of each problem
-    misquoted: list[bool]       # each text that an answer looked up (`misquotes`)
-
-
 def evaluate_task(
     task: Task,
     model: GPT,
     tokenizer: Tokenizer,
     batch_size: int,
-    max_problems: int = -1,
-    sampling: SamplingParams = GREEDY,
+    max_problems: int,
+    sampling: SamplingParams,
     num_samples: int = 1,
     copying: bool = True,
-) -> Evaluation:
+) -> tuple[list[list[bool]], list[bool]]:
     """
     num_samples answers to each of the first max_problems problems (-1: all), judged; the same on every rank.
     model: whole on this rank. batch_size: problems, or sequences, at a time. copying: see `Tools`. COLLECTIVE.
+
+    Returns whether each sample of each problem is right, and for each text that an answer looked up whether it was
+    misquoted (`misquotes`).
     """
     rank, world_size = rank_and_size()
     count = len(task) if max_problems < 0 else min(max_problems, len(task))
@@ -71,15 +66,14 @@ def evaluate_task(
     by_rank = gather_objects(correct)
     # Back into the task's order: rank i % world_size had problem i.
     in_order = [by_rank[index % world_size][index // world_size] for index in range(count)]
-    return Evaluation(in_order, sum(gather_objects(misquoted), []))
+    return in_order, sum(gather_objects(misquoted), [])
 
 
-def misquotes(parts: Sequence[dict[str, str]]) -> list[bool]:
+def misquotes(parts: Sequence[dict[str, str]]) -> Iterator[bool]:
     """
     For each text that an answer looked up: whether the answer then differs from the beginning of the text found; if
     nothing was found, from all refusals (the one naming the text looked up, and those naming nothing).
     """
-    wrong = []
     for before, part, after in zip(parts, parts[1:], [*parts[2:], {"type": "text", "text": ""}]):
         call = TOOL_CALL.fullmatch(before["text"])
         if part["type"] == "python_output" and call and call[1] in QUERIES:
@@ -87,8 +81,7 @@ def misquotes(parts: Sequence[dict[str, str]]) -> list[bool]:
             right = [part["text"]]
             if part["text"] == NOTHING:
                 right = [*REFUSALS.values(), refusal(call[3])]
-            wrong.append(not any(text.startswith(said) for text in right))
-    return wrong
+            yield not any(text.startswith(said) for text in right)
 
 
 def generate_answers(
@@ -116,7 +109,7 @@ def sample_answers(tasks: Task, model: GPT, tokenizer: Tokenizer) -> list[tuple[
     (question, answer) of the first SAMPLES problems, to see a model improve: greedy, at most 48 tokens, calls and
     results in brackets. model: whole on this rank. COLLECTIVE, because all ranks can be told to stop.
     """
-    sampling = replace(GREEDY, max_tokens=48)
+    sampling = SamplingParams(max_tokens=48, temperature=0.0)
     first = tasks[:SAMPLES]
     answers = generate_answers(first, range(len(first)), model, tokenizer, sampling, 1, SAMPLES, True)
     forms = {"text": "{}", "python": "[{}", "python_output": " = {}] "}
@@ -137,7 +130,6 @@ def seed_with(sampling: SamplingParams, number: int) -> SamplingParams:
 @torch.inference_mode()
 def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[dict], batch_size: int) -> list[str]:
     """For each multiple choice the letter that is most probable as the first token of the model's answer."""
-    device = model.lm_head.weight.device
     limit = model.config.sequence_len
     rows = []
     for conversation in conversations:
@@ -148,9 +140,8 @@ def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[
         # The target, here token 0, is never used: it only marks where the letter is predicted.
         rows.append(target_row([*ids, 0], len(ids)))
     chosen = [""] * len(rows)
-    batches = group_by_length(rows, batch_size * limit)
-    for indices in until_stopped(progress(batches, "choosing", "batches")):
-        inputs, targets = collate(rows, indices, device)
+    batches = padded_batches(rows, batch_size * limit, model.lm_head.weight.device)
+    for indices, inputs, targets in until_stopped(progress(batches, "choosing", "batches")):
         # Shapes change with every batch, so nothing is compiled.
         with eagerly():
             hidden = model.hidden(inputs)[targets >= 0]  # (B, C)
@@ -161,11 +152,6 @@ def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[
             first = [tokenizer.encode(letter)[0] for letter in letters]
             chosen[index] = letters[int(row[first].argmax())]
     return chosen
-
-
-def accuracy(correct: list[list[bool]]) -> float:
-    """Mean over problems and samples."""
-    return fmean(itertools.chain.from_iterable(correct))
 
 
 def chatcore(accuracies: dict[str, float]) -> float | None:

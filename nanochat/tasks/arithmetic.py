@@ -18,13 +18,12 @@ from nanochat.inference.calculator import calculate
 from nanochat.tasks.common import Drawn, last_number, lines_of, read_texts, single_turn, split_of
 
 DIGITS = {"easy": 3, "medium": 3, "hard": 4}  # for each level the most digits of a drawn number
-LEVELS = list(DIGITS)
 # The documents of the embedded corpus contain these sums, so they cannot be held out.
 KNOWN = {row[0] for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
 
 TEXTS = read_texts("arithmetic")
 # For each level the shapes of expressions, and ways to ask for each.
-SHAPES = {level: lines_of(TEXTS[level]) for level in LEVELS}
+SHAPES = {level: lines_of(TEXTS[level]) for level in DIGITS}
 
 
 class Arithmetic(Drawn):
@@ -33,7 +32,7 @@ class Arithmetic(Drawn):
 
     def __init__(self, argument: str, split: str) -> None:
         super().__init__(argument, split)
-        self.levels = [argument] if argument else LEVELS
+        self.levels = [argument] if argument else list(DIGITS)
 
     def draw(self, number: int) -> tuple[str, str, int] | None:
         """

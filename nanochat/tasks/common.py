@@ -15,7 +15,15 @@ from nanochat.data.task import Slice, Task
 from nanochat.runtime.files import read_toml
 
 
-class Mixture(Task):
+class Shuffled(Task):
+    """A task that shuffles what it is made of: conversation i is made of number order[i]."""
+    order: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class Mixture(Shuffled):
     """
     All conversations of several tasks, in an order that depends only on their lengths and the seed. A task that is
     given twice occurs twice. For training only: it has no judge.
@@ -24,10 +32,7 @@ class Mixture(Task):
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
         self.tasks = tasks
         self.starts = list(itertools.accumulate(map(len, tasks), initial=0))
-        self.order = shuffled(len(self), f"mixture:{seed}")
-
-    def __len__(self) -> int:
-        return self.starts[-1]
+        self.order = shuffled(self.starts[-1], f"mixture:{seed}")
 
     def conversation(self, index: int) -> Conversation:
         position = int(self.order[index])
@@ -93,7 +98,7 @@ class Drawn(Task):
     def problem(self, index: int) -> tuple:
         while index >= len(self.problems):
             problem = next(self.candidates)
-            if problem is not None and problem[0] not in self.texts:
+            if problem and problem[0] not in self.texts:
                 self.texts.add(problem[0])
                 self.problems.append(problem)
         return self.problems[index]
@@ -137,6 +142,4 @@ def as_parts(parts: list[tuple[str, str]]) -> list[dict]:
 def last_number(text: str) -> float | None:
     """The last number in a text; commas may group its digits. None if there is none."""
     found = re.findall(r"(?<![\w.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?", text)
-    if not found:
-        return None
-    return float(found[-1].replace(",", ""))
+    return float(found[-1].replace(",", "")) if found else None

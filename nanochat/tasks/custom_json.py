@@ -26,7 +26,6 @@ from nanochat.tasks.common import single_turn, split_of
 # One conversation in 20 is for the test split.
 TEST_SHARE = 20
 ROLES = {"developer": "system", "human": "user", "gpt": "assistant"}
-EXPECTED = '{"messages": [...]}, or "conversations", or "instruction" and "output", or "prompt" and "completion"'
 
 
 class CustomJSON(Task):
@@ -39,11 +38,15 @@ class CustomJSON(Task):
         path = argument.removesuffix(":all")
         self.name = f"json:{path}"
         self.held_out = path == argument
-        self.conversations = []
-        for conversation in read_conversations(Path(path).expanduser()):
-            key = json.dumps(conversation, sort_keys=True)
-            if not self.held_out or split_of(key, TEST_SHARE) == split:
-                self.conversations.append(conversation)
+        file = Path(path).expanduser()
+        notes = Notes(list)
+        with readable(file):
+            rows = json_rows(file, encoding_of(file, "utf-8", notes))
+            say(notes)
+            self.conversations = [read_conversation(row, place) for place, row in rows]
+        if self.held_out:
+            self.conversations = [conversation for conversation in self.conversations
+                                  if split_of(json.dumps(conversation, sort_keys=True), TEST_SHARE) == split]
         if not self.conversations:
             raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
                             f"json:{argument}:all takes all of them")
@@ -55,22 +58,14 @@ class CustomJSON(Task):
         return self.conversations[index]
 
 
-def read_conversations(path: Path) -> list[Conversation]:
-    """The conversations of a file."""
-    notes = Notes(list)
-    with readable(path):
-        rows = json_rows(path, encoding_of(path, "utf-8", notes))
-        say(notes)
-        return [read_conversation(row, place) for place, row in rows]
-
-
 def read_conversation(row: Any, place: str) -> Conversation:
     """A row in any of the forms as a conversation; UserError, with its place, if it cannot be trained on."""
     fields = present({"messages": row} if isinstance(row, list) else row)
     messages = messages_of(fields)
     if not messages or not isinstance(messages, list):
-        there = ", ".join(fields) or type(row).__name__
-        raise UserError(f"{place}: there are no messages; expected {EXPECTED}; there is: {there}")
+        raise UserError(f'{place}: there are no messages; expected {{"messages": [...]}}, or "conversations", or '
+                        '"instruction" and "output", or "prompt" and "completion"; there is: '
+                        f'{", ".join(fields) or type(row).__name__}')
     turns = list(map(read_message, messages))
     if system := fields.get("system"):
         turns.insert(0, {"role": "system", "content": system})

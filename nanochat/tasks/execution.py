@@ -62,14 +62,13 @@ def run_python(code: str, timeout: float = 5.0) -> str | None:
     many at a time.
     """
     limits = {"AS": MEMORY_BYTES, "FSIZE": MAX_FILE_BYTES, "NOFILE": 256, "CORE": 0, "CPU": int(timeout) + 1}
-    walls = bubblewrap()
-    # A user's processes are counted from zero in a namespace only; outside, the limit would count the user's others.
-    if walls:
-        limits["NPROC"] = MAX_PROCESSES
-    command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", START.format(limits=limits)]
     folder = tempfile.mkdtemp(prefix="nanochat-")
+    walls = bubblewrap()
     if walls:
-        command = [*walls, "--bind", folder, folder, *command]
+        walls = [*walls, "--bind", folder, folder]
+        # Processes are counted from zero in a namespace only; outside, the limit would count the user's others.
+        limits["NPROC"] = MAX_PROCESSES
+    command = [*walls, sys.executable, "-I", "-S", "-X", "utf8", "-c", START.format(limits=limits)]
     try:
         # Files instead of pipes: what the program prints is limited like its other files, and nobody has to read it.
         with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as printed:

@@ -12,10 +12,9 @@ import secrets
 from collections.abc import Sequence
 
 from nanochat.data.conversation import Conversation
-from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import base_dir
-from nanochat.tasks.common import as_parts, shuffled, single_turn
+from nanochat.tasks.common import Shuffled, as_parts, shuffled, single_turn
 from nanochat.tasks.execution import run_python
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -27,7 +26,7 @@ FINAL = re.compile(r"####\s*\$?\s*(-?)\$?((?:\d[\d,]*)?(?:\.\d+)?)")
 FENCED = re.compile(r"```[ \t]*(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-class HubTask(Task):
+class HubTask(Shuffled):
     """
     A data set of the Hugging Face hub: from the folder $NANOCHAT_BASE_DIR/tasks/<folder> if it is there, else from the
     hub. Its rows come in a shuffled order that is always the same, because many data sets are sorted: their first
@@ -46,7 +45,7 @@ class HubTask(Task):
     """
     hub = ""        # name on the hub
     folder = ""     # folder below $NANOCHAT_BASE_DIR/tasks/
-    config = ""     # configuration
+    config = ""     # configuration; empty: the only one
 
     def __init__(self, argument: str, split: str) -> None:
         """UserError if the package or the data is missing."""
@@ -54,22 +53,18 @@ class HubTask(Task):
             import datasets
         except ImportError:
             raise UserError(f"the data set {self.hub} needs the datasets package: . ./setup.sh hub") from None
-        tasks = base_dir() / "tasks"
-        local = tasks / self.folder
-        source = local / self.config
+        local = base_dir() / f"tasks/{self.folder}"
+        source = str(local / self.config)
         try:
             if local.is_dir():
-                self.rows = datasets.load_dataset(str(source), split=split, cache_dir=str(tasks / "cache"))
+                self.rows = datasets.load_dataset(source, split=split, cache_dir=f"{base_dir()}/tasks/cache")
             else:
                 source = f"{self.hub} from the hub, and there is no {local}"
-                self.rows = datasets.load_dataset(self.hub, None if self.config == "data" else self.config, split=split)
+                self.rows = datasets.load_dataset(self.hub, self.config or None, split=split)
         except Exception as error:
             # The package raises many exceptions: no network, no such data set, a damaged file.
             raise UserError(f"cannot load the {split} split of {source}: {first_line(error)}") from error
         self.order = shuffled(len(self.rows), self.hub)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def conversation(self, index: int) -> Conversation:
         return self.convert(self.rows[int(self.order[index])])
@@ -80,7 +75,7 @@ class HubTask(Task):
 
 class SmolTalk(HubTask):
     """Conversations about everything, for training."""
-    name, hub, folder, config = "SmolTalk", "HuggingFaceTB/smol-smoltalk", "smoltalk", "data"
+    name, hub, folder = "SmolTalk", "HuggingFaceTB/smol-smoltalk", "smoltalk/data"
 
     def convert(self, row: dict) -> Conversation:
         """messages: [{role, content}], maybe a system message first."""
@@ -143,30 +138,27 @@ class GSM8K(HubTask):
     hub, folder, config = "openai/gsm8k", "gsm8k", "main"
 
     def convert(self, row: dict) -> Conversation:
-        """question; answer: prose with <<expression=result>> before each computed number, and "#### number" last."""
-        return single_turn(row["question"], answer_parts(row["answer"]))
+        """
+        question; answer: prose with <<expression=result>> before each computed number, and "#### number" last.
+
+        "6 / 2 = <<6/2=3>>3 eggs" becomes text "6 / 2 = ", python "6/2", python_output "3", text "3 eggs". Annotations
+        that the calculator could not compute (20% of …) are left out.
+        """
+        parts = []
+        # Texts and annotations in turn; `text` is what came since the last call.
+        text, *rest = ANNOTATION.split(row["answer"])
+        for annotation, following in zip(rest[::2], rest[1::2]):
+            expression, _, result = (piece.strip().replace(",", "") for piece in annotation.rpartition("="))
+            if CALCULABLE.fullmatch(expression) and result:
+                parts += [("text", text), ("python", expression), ("python_output", result)]
+                text = ""
+            text += following
+        return single_turn(row["question"], as_parts([*parts, ("text", text)]))
 
     def result(self, answer: str) -> float | None:
         """The number after the last "####"; commas and a dollar sign do not matter. None if there is none."""
         found = [sign + digits for sign, digits in FINAL.findall(answer) if digits]
         return float(found[-1].replace(",", "")) if found else None
-
-
-def answer_parts(answer: str) -> list[dict]:
-    """
-    The answer as text and calculator calls: "6 / 2 = <<6/2=3>>3 eggs" becomes text "6 / 2 = ", python "6/2",
-    python_output "3", text "3 eggs". Annotations that the calculator could not compute (20% of …) are left out.
-    """
-    parts = []
-    # Texts and annotations in turn; `text` is what came since the last call.
-    text, *rest = ANNOTATION.split(answer)
-    for annotation, following in zip(rest[::2], rest[1::2]):
-        expression, _, result = (piece.strip().replace(",", "") for piece in annotation.rpartition("="))
-        if CALCULABLE.fullmatch(expression) and result:
-            parts += [("text", text), ("python", expression), ("python_output", result)]
-            text = ""
-        text += following
-    return as_parts([*parts, ("text", text)])
 
 
 # ---- Programs

@@ -60,8 +60,8 @@ class Lookup(Task):
         self.kind = "talk" if argument == "talk" else tool
         self.found = NOTHING if argument == "unknown" else ""
         self.split = split
-        # (title, text) of each conversation. Without passages both are drawn.
-        self.passages = []
+        # (title, text) of each conversation; what is empty is drawn.
+        self.passages = [("", self.found)] * SIZES[split]
         if not argument:
             self.library = "python"
             if split == "test":
@@ -71,12 +71,12 @@ class Lookup(Task):
             self.passages = passages_of(tool, argument, split)
 
     def __len__(self) -> int:
-        return len(self.passages) or SIZES[self.split]
+        return len(self.passages)
 
     def conversation(self, index: int) -> Conversation:
         """One question in four follows another question."""
         rng = StableRandom(f"{self.key}:{index}")
-        title, found = self.passages[index] if self.passages else ("", self.found)
+        title, found = self.passages[index]
         before = []
         earlier = None if rng.below(4) else rng.choice(("lookup", "search", "talk"))
         if earlier:

@@ -14,7 +14,6 @@ use training's ways.
 """
 import re
 from functools import cache, partial
-from typing import Any
 
 from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
@@ -41,11 +40,11 @@ class Notes(Drawn):
         words = argument.split(":")
         self.languages = [language for language in LANGUAGES if language in words] or LANGUAGES
         self.kind = words[-1] if words[-1] in KINDS else ""
-        # The test split's library has one note for the same words, in any language.
-        self.distinct = split == "test" and not self.kind
         if split == "test":
-            found = [self.problem(index) for index in range(len(self))] if self.distinct else []
-            self.notes = Folder({asked: conversation["right"][-1] for asked, conversation in found})
+            # All are drawn now: its library has one note for the same words, in any language.
+            if not self.kind:
+                self.problem(len(self) - 1)
+            self.notes = Folder({asked: conversation["right"][-1] for asked, conversation in self.problems})
 
     def draw(self, number: int) -> tuple[str, Conversation]:
         """What is asked about, and the conversation. One question in eight follows another question."""
@@ -59,7 +58,7 @@ class Notes(Drawn):
         return asked, last | {"messages": before + last["messages"]}
 
     def conversation(self, index: int) -> Conversation:
-        _, conversation = self.problem(index) if self.distinct else self.draw(index)
+        _, conversation = self.problems[index] if self.problems else self.draw(index)
         return conversation
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
@@ -85,11 +84,11 @@ class Folder:
 def draw_turn(rng: StableRandom, language: str, kind: str, split: str) -> tuple[str, Conversation]:
     """What is asked about; a question and its answer."""
     if kind == "talk":
-        return "", small_talk(ask(rng, language, "talk", split), texts_of(language)["talk_answer"])
+        return "", small_talk(ask(rng, language, "talk", split), read_texts(f"notes_{language}")["talk_answer"])
     tool = rng.choice(("lookup", "search", "search"))
     head, asked, tail = PARTS.split(ask(rng, language, tool, split))
     found = NOTHING if kind == "unknown" else draw_note(rng, language)
-    return asked, looked_up(head + asked + tail, tool, with_blank(head, asked), found, REFUSALS[language])
+    return asked, looked_up(f"{head}{asked}{tail}", tool, with_blank(head, asked), found, REFUSALS[language])
 
 
 def ask(rng: StableRandom, language: str, name: str, split: str) -> str:
@@ -111,7 +110,7 @@ def ask(rng: StableRandom, language: str, name: str, split: str) -> str:
     if not rng.below(6):
         way = way.lower()
     if not rng.below(8):
-        way = rng.choice(texts_of(language)["greetings"]) + way
+        way = rng.choice(read_texts(f"notes_{language}")["greetings"]) + way
     return way
 
 
@@ -120,7 +119,7 @@ def draw_note(rng: StableRandom, language: str) -> str:
     if not rng.below(6):
         return draw_text(rng)
     draw = partial(draw_word, rng, language, "train")
-    ways = texts_of(language)["notes"].splitlines()
+    ways = read_texts(f"notes_{language}")["notes"].splitlines()
     sentences = [capital(fill(rng.choice(ways), draw)) for _ in range(1 + rng.below(3) // 2)]
     return (" " if " " in REFUSALS[language] else "").join(sentences)
 
@@ -133,16 +132,13 @@ def draw_word(rng: StableRandom, language: str, split: str, kind: str) -> str:
         return draw_name(rng, split)
     # One word in four has random letters: any word can be asked about.
     if kind == "w" or kind in "nvp" and not rng.below(4):
-        letters = texts_of(language)["letters"]
+        letters = read_texts(f"notes_{language}")["letters"]
         return "".join(rng.choice(letters) for _ in range(3 + rng.below(4)))
     return rng.choice(words_of(language, kind, split))
-
-
-def texts_of(language: str) -> dict[str, Any]:
-    return read_texts(f"notes_{language}")
 
 
 @cache
 def words_of(language: str, kind: str, split: str) -> list[str]:
     """The words of a kind that belong to a split, by their own text; _ stands for a blank within one."""
-    return [word.replace("_", " ") for word in texts_of(language)[kind].split() if split_of(word, 6) == split]
+    words = read_texts(f"notes_{language}")[kind].split()
+    return [word.replace("_", " ") for word in words if split_of(word, 6) == split]

@@ -32,7 +32,7 @@ class Pydoc(Task):
         self.objects = list(documented("train" if known else split).items())
         # Each object is trained on in all phrasings but one, which the test split uses.
         self.turns = 1 if split == "test" else len(QUESTIONS) - 1
-        self.held_out = split == "test" and known
+        self.held_out_phrasing = split == "test" and known
 
     def __len__(self) -> int:
         return len(self.objects) * self.turns
@@ -43,7 +43,7 @@ class Pydoc(Task):
         name, text = self.objects[number]
         # The hash chooses the object's held-out phrasing; the other phrasings come after it.
         phrasing = stable_hash(f"phrasing:{name}")
-        if not self.held_out:
+        if not self.held_out_phrasing:
             phrasing += 1 + (phrasing // len(QUESTIONS) + turn) % (len(QUESTIONS) - 1)
         question = QUESTIONS[phrasing % len(QUESTIONS)].format(n=name)
         return single_turn(question, text) | {"paragraph": first_paragraph(documentation()[name])}

@@ -11,6 +11,7 @@ is then more often wrong; rewards teach it which way is better. No program is in
 import ast
 import io
 import json
+import re
 from functools import partial, reduce
 
 from nanochat.data.conversation import Conversation
@@ -38,7 +39,35 @@ class Run(Drawn):
         split has each source once. In training sources repeat, also from one slice to another, because templates that
         make only a few programs would otherwise be rare.
         """
-        source, nameless = draw_program(number)
+        rng = StableRandom(f"run:{number}")
+        template = rng.choice(PROGRAMS)
+        long = 3 + rng.below(3)
+        short = 2 + rng.below(3)
+        long_list = [rng.below(20) for _ in range(long)]
+        short_list = [rng.below(20) for _ in range(short)]
+        words = [rng.choice(WORDS) for _ in range(4)]
+        a, b, c = (2 + rng.below(29) for _ in range(3))
+        # The order of these draws decides every program.
+        values = dict(
+            a=a,
+            b=b,
+            c=c,
+            L=long_list,
+            S=short_list,
+            w=words[0],
+            u=words[1],
+            n=1 + rng.below(5),
+            m=2 + rng.below(4),
+            i=rng.below(3),
+            j=rng.below(2),
+            e=rng.choice(long_list),
+            k=rng.choice([a, long_list[-1]]),
+            v=rng.choice(words[:2]),
+            W=json.dumps(words[: 2 + rng.below(3)]),
+        )
+        names = {slot: rng.choice(choices.split()) for slot, choices in TEXTS["names"].items()}
+        source = template.format(**values, **names)
+        nameless = template.format(**values, **{slot: slot for slot in names})
         if split_of(f"run:{nameless}") != self.split:
             return None
         return (source if self.split == "test" else f"{number}", source)
@@ -60,7 +89,7 @@ class Run(Drawn):
 
 
 class RecordOperations(ast.NodeTransformer):
-    """Writes record("{!r} + {!r}", a, b) instead of a + b, the same for a < b, and x = record(…, x, 1) for x += 1."""
+    """Writes record("{!r} + {!r}", a, b) instead of a + b, and the same for a < b."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.Call:
         self.generic_visit(node)
@@ -69,11 +98,6 @@ class RecordOperations(ast.NodeTransformer):
     def visit_Compare(self, node: ast.Compare) -> ast.Call:
         self.generic_visit(node)
         return record_call(ast.Compare(OPERAND, node.ops, [OPERAND]), node.left, *node.comparators)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
-        # A target is stored to; the same source, parsed as an expression, is read.
-        target = ast.parse(ast.unparse(node.target), mode="eval").body
-        return ast.Assign([node.target], self.visit(ast.BinOp(target, node.op, node.value)))
 
 
 def record_call(operation: ast.expr, left: ast.expr, right: ast.expr) -> ast.Call:
@@ -95,41 +119,10 @@ def run_program(source: str) -> tuple[str, list[tuple[str, str]]]:
             calls.append((expression, f"{value}"))
         return value
 
+    # x += 1 is an operation, too.
+    source = re.sub(r"(\S+) ([+-])= (.+)", r"\1 = \1 \2 (\3)", source)
     program = ast.fix_missing_locations(RecordOperations().visit(ast.parse(source)))
     add = partial(record, "{} + {}")
     names = {"record": record, "sum": partial(reduce, add), "print": partial(print, file=printed)}
     exec(compile(program, "program", "exec"), names)
     return printed.getvalue(), calls
-
-
-def draw_program(number: int) -> tuple[str, str]:
-    """Candidate `number`, and the text that decides its split: the program without its variables' names."""
-    rng = StableRandom(f"run:{number}")
-    template = rng.choice(PROGRAMS)
-    long = 3 + rng.below(3)
-    short = 2 + rng.below(3)
-    long_list = [rng.below(20) for _ in range(long)]
-    short_list = [rng.below(20) for _ in range(short)]
-    words = [rng.choice(WORDS) for _ in range(4)]
-    a, b, c = (2 + rng.below(29) for _ in range(3))
-    # The order of these draws decides every program.
-    values = dict(
-        a=a,
-        b=b,
-        c=c,
-        L=long_list,
-        S=short_list,
-        w=words[0],
-        u=words[1],
-        n=1 + rng.below(5),
-        m=2 + rng.below(4),
-        i=rng.below(3),
-        j=rng.below(2),
-        e=rng.choice(long_list),
-        k=rng.choice([a, long_list[-1]]),
-        v=rng.choice(words[:2]),
-        W=json.dumps(words[: 2 + rng.below(3)]),
-    )
-    names = {slot: rng.choice(choices.split()) for slot, choices in TEXTS["names"].items()}
-    same_names = {slot: slot for slot in names}
-    return template.format(**values, **names), template.format(**values, **same_names)

@@ -19,9 +19,9 @@ A tool's call has the question's tokens, so copying is enough. (Quotes are doubl
 'mirror' for the end of a word such as I'm.) The letter is not quoted: its token, with the blank before it, is then none
 of the word's tokens, which matters when they are compared.
 """
+import itertools
 import re
 import string
-from collections.abc import Iterator
 from functools import cache
 
 from nanochat.corpus.tinyworld import WORDS
@@ -43,7 +43,7 @@ TOKEN = re.compile(rb" [A-Za-z][a-z]{2,}")
 # A token counts as a word if more than this share of its uses is not the start of a longer token.
 OWN_USES = 0.3
 ONSETS = "b c d f g h j k l m n p r s t v w y z bl br cl cr dr fl gr pl pr qu sh st tr".split()
-VOWELS = "a e i o u".split()
+VOWELS = "aeiou"
 CODAS = "d k l m n p r s t x".split()
 LONGEST_WORD = 8  # letters
 
@@ -53,13 +53,13 @@ COUNT = TEXTS["count"].splitlines()
 
 
 class SpellingBee(Task):
-    """Each word in each of the kinds; a repeated kind has another phrasing."""
+    """Each word in one kind, or each of the kinds; a repeated kind has another phrasing."""
     eval_type = "generative"
 
-    def __init__(self, name: str, words: list[str], kinds: tuple[str, ...]) -> None:
-        self.name = name
+    def __init__(self, source: str, words: list[str], kind: str, kinds: tuple[str, ...]) -> None:
+        self.name = f"SpellingBee {kind}".rstrip() + f" ({source} words)"
         self.words = words
-        self.kinds = kinds
+        self.kinds = (kind,) if kind else kinds
 
     def __len__(self) -> int:
         return len(self.words) * len(self.kinds)
@@ -96,10 +96,8 @@ class SpellingBee(Task):
 
 
 def generated_words(argument: str, split: str) -> SpellingBee:
-    """The task spellingbee:ARGUMENT."""
-    # Test words are all generated; training words include the corpus's.
-    name = f"SpellingBee {argument}".rstrip() + " (generated words)"
-    return SpellingBee(name, spelled_words(split), (argument,) if argument else KINDS)
+    """The task spellingbee:ARGUMENT. Test words are all generated; training words include the corpus's."""
+    return SpellingBee("generated", spelled_words(split), argument, KINDS)
 
 
 def real_words(argument: str, split: str) -> SpellingBee:
@@ -109,11 +107,11 @@ def real_words(argument: str, split: str) -> SpellingBee:
         raise UserError(f"task words:{argument}: expected words:{data}, or at its end one of :{', :'.join(KINDS)}")
     tokenizer = get_tokenizer(data)
     tokens = token_words(tokenizer) - set(spelled_words("test"))
-    others = {word for word in documentation_words() - tokens
-              if split_of_word(word) == split and len(tokenizer.encode(f" {word}")) > 1}
-    found = others | tokens if split == "train" else others
-    name = f"SpellingBee {kind}".rstrip() + " (real words)"
-    return SpellingBee(name, sorted(found, key=stable_hash), (kind,) if kind else WORDS_KINDS)
+    words = {word for word in documentation_words() - tokens
+             if split_of_word(word) == split and len(tokenizer.encode(f" {word}")) > 1}
+    if split == "train":
+        words |= tokens
+    return SpellingBee("real", sorted(words, key=stable_hash), kind, WORDS_KINDS)
 
 
 def blank_before(way: str) -> str:
@@ -123,25 +121,22 @@ def blank_before(way: str) -> str:
 
 def spell_counting(word: str, letter: str) -> str:
     """The letters of a word with a running count after each counted letter: "k-o:1-m-o:2-t"."""
-    letters = []
-    count = 0
-    for char in word:
-        if char == letter:
-            count += 1
-            char = f"{char}:{count}"
-        letters.append(char)
-    return "-".join(letters)
+    counts = itertools.count(1)
+    return "-".join(f"{char}:{next(counts)}" if char == letter else char for char in word)
 
 
 @cache
 def spelled_words(split: str) -> list[str]:
     """The words of a split: a word's own letters decide its split. Sorted by hash, so every slice is a mixture."""
     found = set(WORDS) if split == "train" else set()
-    for word in pseudo_words():
-        if split_of_word(word) == split:
+    # Always the same words, some more than once.
+    rng = StableRandom("spellingbee: words")
+    while len(found) < SIZES[split]:
+        # Two or three syllables, the last one closed.
+        syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2 if rng.below(4) else 3)]
+        word = "".join(syllables) + rng.choice(CODAS)
+        if len(word) <= LONGEST_WORD and split_of_word(word) == split:
             found.add(word)
-        if len(found) == SIZES[split]:
-            break
     return sorted(found, key=stable_hash)
 
 
@@ -164,15 +159,3 @@ def token_words(tokenizer: Tokenizer) -> set[str]:
         if shorter:
             own[shorter] -= ranks[shorter] / rank
     return {token[1:].decode().lower() for token, share in own.items() if share > OWN_USES}
-
-
-def pseudo_words() -> Iterator[str]:
-    """Endless words of two or three syllables, the last one closed; always the same, some more than once."""
-    rng = StableRandom("spellingbee: words")
-    while True:
-        word = ""
-        for _ in range(2 if rng.below(4) else 3):
-            word += rng.choice(ONSETS) + rng.choice(VOWELS)
-        word += rng.choice(CODAS)
-        if len(word) <= LONGEST_WORD:
-            yield word

@@ -11,10 +11,9 @@ import re
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
-from nanochat.data.task import Task
 from nanochat.inference.calculator import calculate
 from nanochat.inference.sums import read_sum
-from nanochat.tasks.common import read_texts, shuffled, single_turn
+from nanochat.tasks.common import Shuffled, read_texts, shuffled, single_turn
 
 SUMS = 2_000    # to train on
 PASSES = 6      # over the messages to train on, all but the first in other forms
@@ -23,14 +22,14 @@ HONEST = re.compile(r"\b(cannot|do not know)\b")
 WORD = re.compile(r"-?\d+(?:\.\d+)?|[a-z]+")
 
 
-class Typed(Task):
+class Typed(Shuffled):
     """argument: "messages" or "sums"."""
     eval_type = "generative"
 
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"Typed {argument}"
         data = read_texts("typed" if split == "test" else "typed_training")
-        texts, around = data[argument], data.get("around", {})
+        texts = data[argument]
         if argument == "sums":
             lines = texts.splitlines()
             self.found = [*map(tested_sum, lines)] if split == "test" else [drawn_sum(lines, n) for n in range(SUMS)]
@@ -38,13 +37,10 @@ class Typed(Task):
             self.found = [single_turn(way, "") | {"right": kind["right"]}
                           for kind in texts.values() for way in kind["ways"].splitlines()]
         else:
-            self.found = [drawn_message(way, reply, around[language].splitlines(), again)
+            self.found = [drawn_message(way, reply, data["around"][language].splitlines(), again)
                           for again in range(PASSES) for language, replies in texts.items()
                           for reply, ways in replies.items() for way in ways.splitlines()]
         self.order = shuffled(len(self.found), self.name)
-
-    def __len__(self) -> int:
-        return len(self.found)
 
     def conversation(self, index: int) -> Conversation:
         return self.found[self.order[index]]
@@ -71,7 +67,7 @@ def drawn_sum(forms: list[str], number: int) -> Conversation:
 
     def drawn() -> str:
         value = rng.below(10 ** (1 + rng.below(3)))
-        return rng.choice([f"{value}", f"{value}", f"{value}", f"{value}", f"{value + 1000:,}", f"{value}.5"])
+        return rng.choice([f"{value}"] * 4 + [f"{value + 1000:,}", f"{value}.5"])
 
     question = rng.choice(forms).format(a=drawn(), b=drawn(), c=drawn(), s=rng.choice("+-*/+-*/+-*/x×÷"))
     call, answer = read_sum(question)

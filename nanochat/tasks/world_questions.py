@@ -19,8 +19,8 @@ from typing import NamedTuple
 from nanochat.corpus.tinyworld import Fact, Telling, capital, facts
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
-from nanochat.data.task import Task, reference
-from nanochat.tasks.common import lines_of, read_texts, shuffled, single_turn, split_of, stable_hash
+from nanochat.data.task import reference
+from nanochat.tasks.common import Shuffled, lines_of, read_texts, shuffled, single_turn, split_of, stable_hash
 from nanochat.tasks.spellingbee import spell_counting
 
 HELD_OUT = 2            # phrasings of each fact
@@ -44,28 +44,24 @@ class Item(NamedTuple):
     """A question and its answer."""
     question: str
     reply: str
-    right: frozenset[str]  # all answers that count as right; empty for questions about the model itself
-    relation: str          # the noun phrase, if "And what about …?" may ask for another fact; else empty
-    calls: tuple[tuple[str, str], ...] = ()  # of the calculator, before the reply: (expression, result)
+    right: list[str]  # all answers that count as right; empty for questions about the model itself
+    relation: str     # the noun phrase, if "And what about …?" may ask for another fact; else empty
+    calls: list[tuple[str, str]]  # of the calculator, before the reply: (expression, result)
 
 
-class TinyWorld(Task):
+class TinyWorld(Shuffled):
     eval_type = "generative"
 
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"TinyWorld {argument}".rstrip()
         self.key = f"tinyworld:{argument}:{split}"
-        facts_only = argument == "facts"
-        self.singles = [item for item in items(split) if not argument or bool(item.right) == facts_only]
+        self.singles = [item for item in items(split) if not argument or bool(item.right) == (argument == "facts")]
         self.by_relation: dict[str, list[Item]] = defaultdict(list)
         for item in self.singles:
             self.by_relation[item.relation].append(item)
         self.second = [] if argument == "identity" else follow_ups(split)
         two_turns = TWO_TURNS[split] if self.second else 0
         self.order = shuffled(len(self.singles) + two_turns, self.key)
-
-    def __len__(self) -> int:
-        return len(self.order)
 
     def conversation(self, index: int) -> Conversation:
         number = int(self.order[index])
@@ -81,16 +77,16 @@ class TinyWorld(Task):
             turns = [rng.choice(others), last]
         messages = []
         for item in turns:
+            question = item.question
             # As people type: "whats the capital of japan".
-            is_typed = self.key.endswith("train") and item.relation and not rng.below(3)
-            question = item.question.lower().rstrip("?.").replace("'", "") if is_typed else item.question
+            if self.key.endswith("train") and item.relation and not rng.below(3):
+                question = question.lower().rstrip("?.").replace("'", "")
             messages += single_turn(question, item.reply, item.calls)["messages"]
-        right = sorted(turns[-1].right)
         if turns[0].right and rng.below(8) == 0:
             messages[0]["content"] = rng.choice(GREETINGS) + messages[0]["content"]
         if rng.below(25) == 0:
             messages.insert(0, {"role": "system", "content": rng.choice(TEXTS["system"])})
-        return {"messages": messages, "right": right}
+        return {"messages": messages, "right": turns[-1].right}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """
@@ -108,55 +104,53 @@ class TinyWorld(Task):
 
 # ---- The questions of both splits -----------------------------------------------------------------------------------
 
-def chat_about(fact: Fact) -> tuple[str, str, list[str]]:
-    """(relation, template of the answer, ways to ask) for a fact's questions outside of the corpus."""
-    if fact.noun:
-        return fact.noun, TEXTS["sentence"], CHAT + CHAT_BY_NOUN.get(fact.noun, [])
-    relation = next(question for question in CHAT_BY_QUESTION if question in fact.templates)
-    sentence, *ways = CHAT_BY_QUESTION[relation]
-    return relation, sentence, ways
-
-
 @cache
 def items(split: str) -> list[Item]:
     """The questions of a split, each asked once; questions about the model with every greeting and ending."""
     found = []
     for fact in facts():
+        # The template of the answer, and the ways to ask that are not in the corpus.
+        if fact.noun:
+            relation, sentence, ways = fact.noun, TEXTS["sentence"], CHAT + CHAT_BY_NOUN.get(fact.noun, [])
+        else:
+            relation = next(question for question in CHAT_BY_QUESTION if question in fact.templates)
+            sentence, *ways = CHAT_BY_QUESTION[relation]
         # The corpus's own questions: a model has read them in documents, so only the held-out ones can be tests.
         for template in fact.templates:
             question, _, reply = template.format(**fact.slots).rpartition(" | ")
             if question and (Telling(question, reply) == fact.held_out) == (split == "test"):
-                found.append(make_item(fact, question, "s" if template.endswith("| {s}.") else "a"))
-        relation, _, ways = chat_about(fact)
+                found.append(make_item(fact, sentence, question, "s" if template.endswith("| {s}.") else "a"))
         # Ranked by the hash of fact and phrasing: the split depends on no seed, and facts have equally many in test.
-        keys = {template: stable_hash(f"{relation} {template} {template.format(**fact.slots)}") for template in ways}
-        asked_for = part_of(sorted(ways, key=keys.__getitem__), HELD_OUT, split)
+        ways = sorted(ways, key=lambda way: stable_hash(f"{relation} {way} {way.format(**fact.slots)}"))
+        ways = ways[:HELD_OUT] if split == "test" else ways[HELD_OUT:]
         if fact.noun and split == "train":
-            asked_for = asked_for + TEXTS["more_chat"].splitlines()
-        for template in asked_for:
+            ways += TEXTS["more_chat"].splitlines()
+        for template in ways:
             question, _, asked = template.partition(" | ")
             slots = fact.slots | {"short": fact.slots["np"].removeprefix("the ")}
-            found.append(make_item(fact, question.format(**slots), asked.strip("{}") or "a"))
+            found.append(make_item(fact, sentence, question.format(**slots), asked.strip("{}") or "a"))
     for reply, phrasings in IDENTITY.items():
-        questions = part_of(sorted(phrasings, key=stable_hash), len(phrasings) // 4, split)
-        if split == "train":
-            questions = questions + MORE_IDENTITY.get(reply, [])
+        questions = sorted(phrasings, key=stable_hash)
+        held_out = len(phrasings) // 4
+        if split == "test":
+            questions = questions[:held_out]
+        else:
+            questions = questions[held_out:] + MORE_IDENTITY.get(reply, [])
         # A greeting is not asked after another greeting.
         around = [("", "")] if reply.startswith("Hello") else [*product(GREETINGS, TEXTS["endings"])]
         for question, (greeting, ending) in product(questions, around):
+            asked = f"{greeting}{question}{ending}"
             # In training one in three, and each question alone.
-            if split == "test" or not greeting + ending or split_of(greeting + question + ending, 3) == "test":
-                found.append(Item(greeting + question + ending, reply, frozenset(), ""))
+            if split == "test" or asked == question or split_of(asked, 3) == "test":
+                found.append(Item(asked, reply, [], "", []))
     return found
 
 
-def part_of(ranked: list[str], held_out: int, split: str) -> list[str]:
-    """The first `held_out` phrasings of a ranking for the test split, the others for training."""
-    return ranked[:held_out] if split == "test" else ranked[held_out:]
-
-
-def make_item(fact: Fact, question: str, asked: str) -> Item:
-    """The item of a question that asks for the fact's subject (asked = "s") or its answer ("a")."""
+def make_item(fact: Fact, sentence: str, question: str, asked: str) -> Item:
+    """
+    The item of a question that asks for the fact's subject (asked = "s") or its answer ("a"). sentence: the template of
+    the answer.
+    """
     word = fact.slots[asked]
     right = {f"{word}.", f"{capital(word)}.", f"It is {word}.", f"Yes, it is {word}."}
     for template in fact.templates:
@@ -164,7 +158,6 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
         # A statement of the fact, or a reply that names the word.
         if not before or reply.endswith(f" {{{asked}}}."):
             right.add(reply.format(**fact.slots))
-    _, sentence, _ = chat_about(fact)
     slots = fact.slots
     if fact.topic == "counting":
         slots = slots | {"c": spell_counting(slots["s"], slots["x"])}
@@ -176,12 +169,13 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
     relation = fact.noun if fact.noun.endswith("{s}") and asked == "a" else ""
     # Sums are calculated, and words spelled, as in the tasks: a model that sees both ways also guesses larger sums, and
     # the letters of words that it has not read.
-    calls: tuple[tuple[str, str], ...] = ()
+    calls = []
     if fact.topic == "sums":
-        calls = ((slots["s"], word),)
+        calls = [(slots["s"], word)]
     elif fact.topic == "spelling":
-        calls, reply = ((f'spell(" {slots["s"]}")', word),), f"{word}."
-    return Item(question, reply, frozenset(right), relation, calls)
+        calls = [(f'spell(" {slots["s"]}")', word)]
+        reply = f"{word}."
+    return Item(question, reply, sorted(right), relation, calls)
 
 
 @cache
@@ -191,5 +185,5 @@ def follow_ups(split: str) -> list[Item]:
     for fact, template in product(facts(), TEXTS["follow_up"]):
         question = template.format(**fact.slots)
         if fact.noun.endswith("{s}") and split_of(f"{fact.noun} {question}", 6) == split:
-            found.append(make_item(fact, question, "a"))
+            found.append(make_item(fact, TEXTS["sentence"], question, "a"))
     return found

@@ -35,7 +35,7 @@ def metrics_figure(records: list[dict]) -> Figure:
     panels = [panel for panel in PANELS if any(panel[2] in record for record in records)]
     for axes, (title, unit, key) in zip(figure.subplots(2, 2).flat, panels):
         points = [(record["step"], record[key]) for record in records if math.isfinite(record.get(key, math.nan))]
-        steps, values = np.array(points, dtype=float).T
+        steps, values = np.array(points, float).T
         axes.set(title=title, xlabel="step", ylabel=unit)
         axes.grid(color="#e6e9ed")
         # A linear scale would squeeze the end of a falling loss. Plain numbers, as powers of ten alone could leave the
@@ -49,8 +49,8 @@ def metrics_figure(records: list[dict]) -> Figure:
         reach = len(values) // 100
         if reach:
             axes.plot(steps, values, color=GREY, linewidth=0.6)
-            window = np.ones(2 * reach + 1) / (2 * reach + 1)
-            steps, values = steps[reach:-reach], np.convolve(values, window, "valid")
+            steps = steps[reach:-reach]
+            values = np.lib.stride_tricks.sliding_window_view(values, 2 * reach + 1).mean(axis=1)
         axes.plot(steps, values, color=BLUE, marker="" if reach else "o")
         floors = [record["val/floor"] for record in records if "val/floor" in record]
         if key == "val/bpb" and floors:

@@ -78,7 +78,7 @@ def latest_checkpoint(stages: Iterable[str], model_tag: str | None, only_finishe
     """
     found = []
     for number, stage in enumerate(stages):
-        for folder in (base_dir() / f"{stage}_checkpoints").glob("*"):
+        for folder in base_dir().glob(f"{stage}_checkpoints/*"):
             steps = list_steps(folder) if model_tag in (None, folder.name) else []
             for step in reversed(steps):
                 # If it is damaged, the one before it counts.

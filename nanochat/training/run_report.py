@@ -32,7 +32,7 @@ ORDER = ("data", "tokenizer", "base_train", "base_eval", "chat_eval_base", "mid_
 def section_path(stage: str, data: str | None, model_tag: str) -> Path:
     """With several data sets, sections are in the first one's folder."""
     folder = main_data(data) if data else "unknown"
-    return base_dir() / "report" / "sections" / folder / model_tag / f"{stage}.json"
+    return base_dir() / f"report/sections/{folder}/{model_tag}/{stage}.json"
 
 
 def write_section(stage: str, title: str, body: str, model: str = "", results: dict[str, float | str] | None = None, *,
@@ -64,7 +64,7 @@ def generate(model_tag: str = "") -> Path:
     from nanochat.training.plots import plot_section  # matplotlib is slow to import, and sections do not need it
 
     folder = base_dir() / "report"
-    paths = sorted((folder / "sections").glob("*/*/*.json"))
+    paths = sorted(folder.glob("sections/*/*/*.json"))
     chosen = [path for path in paths if model_tag in ("", path.parent.name)]
     if not chosen:
         known = ", ".join(sorted({path.parent.name for path in paths})) or "none; a stage writes one as it ends"
@@ -77,7 +77,7 @@ def generate(model_tag: str = "") -> Path:
     for section in sections:
         parts += [f"## {section['title']}", f"*{section['made']}*", section["body"].strip()]
         if section["stage"] in SCRIPTS.values():
-            metrics = base_dir() / f"{section['model']}_checkpoints" / model.name / "metrics.jsonl"
+            metrics = base_dir() / f"{section['model']}_checkpoints/{model.name}/metrics.jsonl"
             parts.append(plot_section(section["stage"], metrics, folder))
     write_text(folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
     return folder / "report.md"
