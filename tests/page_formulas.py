@@ -18,10 +18,9 @@ from unittest.mock import patch
 import torch
 
 from bench.harness import PageBlock
-from bench.machines import LINKS, Cluster, Layout, collectives, plan_step
-from nanochat.data.batch_shape import BatchShape
+from bench.machines import LINKS, Cluster, Layout, plan_step
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.plan.memory import GIB, counted, largest_rows, needed_bytes, shaped, state_bytes
+from nanochat.plan.memory import GIB, counted, largest_rows, needed_bytes, shaped
 from nanochat.plan.step_time import step_time
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import datasheet_gpu
@@ -51,53 +50,6 @@ def links() -> str:
         lines.append(line)
     return markdown_table(["link", "sends, ms: stage 1", "stage 2", "stage 3", "rows, classic: stage 2", "stage 3",
                            "rows, modern: stage 2", "stage 3"], lines)
-
-
-def hosts() -> str:
-    """2 hosts with 4 GPUs each, AdamW only, 4 micro-steps: what a parameter costs."""
-    lines = []
-    cluster = Cluster(8, 4, LINKS["nvlink4"], LINKS["ndr"])
-    for stage in (1, 2, 3):
-        line = []
-        for shards in (8, 4):
-            sent = [(c.times, cluster.sent(c)) for c in collectives(stage, shards, 8 // shards, 4, BF16, 1, 0, 0)]
-            line += [sum(state_bytes(stage, shards, BF16, 1, 0)), *(sum(n * s[i] for n, s in sent) for i in (0, 1))]
-        lines.append([stage, *(f"{n:.2f}" for n in line)])
-    return markdown_table(["stage", "all 8 ranks: keeps", "sends within", "between", "shard_size=4: keeps",
-                           "sends within", "between"], lines)
-
-
-def ranks() -> str:
-    """The numbers of the ranks on the same hosts, and their groups with --shard_size=4."""
-    lines, mesh = [], torch.arange(8).view(2, 4)  # (replica, shard)
-    for rank in range(8):
-        host, local_rank = divmod(rank, 4)
-        groups = [" ".join(map(str, group.tolist())) for group in (mesh[host], mesh[:, local_rank])]
-        lines.append([rank, local_rank, host, f"`cuda:{local_rank}`", *groups])
-    return markdown_table(["rank", "local rank", "host", "device", "with `--shard_size=4` it shares a copy with",
-                           "and adds gradients with"], lines, (3, 4, 5))
-
-
-def example() -> str:
-    """GB of a rank for 7.5 billion parameters. The paper's column is its figure 1."""
-    counts, lines = (1, 4, 16, 64, 256, 1024), []
-    for stage, paper in enumerate((16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64)):  # arXiv:1910.02054
-        ours = [7.5 * sum(state_bytes(stage, ranks, BF16, 1, 0)) for ranks in counts]
-        lines.append([stage, *(f"{n:.1f}" for n in (*ours, 7.5 * paper))])
-    return markdown_table(["stage", "1 rank", *counts[1:], "paper, 64"], lines)
-
-
-def rows() -> str:
-    """The rows of a step of eight, as the loader gives them to ranks and micro-steps."""
-    lines = []
-    for ranks, micro_steps, size in ((1, 1, 8), (1, 2, 4), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 1)):
-        line = [""] * 4
-        for rank in range(ranks):
-            shape = BatchShape(size, 1, rank, ranks)
-            own = [shape.of_this_rank(step) for step in shape.micro_steps([*"01234567"])]
-            line[rank] = " / ".join(map(" ".join, own))
-        lines.append([f"{ranks} × {micro_steps} × {size}", *line])
-    return markdown_table(["ranks × micro-steps × rows", *(f"rank {rank}" for rank in range(4))], lines, range(5))
 
 
 def rows_in(memory: float, config: GPTConfig, most: int, *settings) -> int:
@@ -209,8 +161,8 @@ def rules() -> str:
     return markdown_table(["rule", "command"], lines, range(2))
 
 
-FORMULAS = {links: "machines.md", hosts: "machines.md", ranks: "machines.md", example: "zero.md", rows: "two_loops.md",
-            fits: "memory.md", costs: "gpus.md", one_gpu: "renting.md", published: "gpus.md", rules: "many_gpus.md"}
+FORMULAS = {links: "machines.md", fits: "memory.md", costs: "gpus.md", one_gpu: "renting.md", published: "gpus.md",
+            rules: "many_gpus.md"}
 
 
 def blocks(write: bool = False) -> dict[str, tuple[PageBlock, Callable[[], str]]]:
@@ -225,8 +177,6 @@ def blocks(write: bool = False) -> dict[str, tuple[PageBlock, Callable[[], str]]
 if __name__ == "__main__":
     made = blocks("--write" in sys.argv)
     names = [word for word in sys.argv[1:] if word != "--write"]
-    if unknown := set(names) - set(made):
-        sys.exit(f"error: {', '.join(unknown)}: expected one of {', '.join(made)}")
     for name in names or made:
         block, formula = made[name]
         block.show(formula())
