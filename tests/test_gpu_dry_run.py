@@ -45,12 +45,17 @@ def test_the_host_never_waits_for_the_device(eight_ranks):
 
 
 def test_collectives_of_a_step_are_those_of_the_documentation(eight_ranks):
-    """docs/zero.md: units' gradients in each micro-step, six numbers, matrices there and back, units' weights."""
+    """
+    docs/zero.md: units' gradients while the backward pass of each micro-step runs, on stage 1 of the last one; six
+    numbers, matrices there and back, units' weights.
+    """
     assert {phase: eight_ranks.collectives[phase] for phase in PHASES} == {
-        "forward": {}, "backward": {("_reduce_scatter_base_", "float32"): 2 * 4},
+        "forward": {}, "backward": {("_reduce_scatter_base_", "float32"): 2 * 4}, "end of pass": {},
         "reduce": {("allreduce_", "float64"): 1}, "adamw": {}, "muon": {("alltoall_base_", "bfloat16"): 2 * 3},
         "gather": {("_allgather_base_", "bfloat16"): 4},
     }
+    once = dry_step(8, CONFIG, 1, stage=1, micro_steps=2).collectives
+    assert once["backward"] == {("_reduce_scatter_base_", "float32"): 4} and not once["end of pass"]
     total = sum(counted(CONFIG).units)
     assert total <= eight_ranks.gathered < total + 4 * 8 * 8, "no more than padding: 7 elements a unit and rank"
 

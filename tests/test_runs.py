@@ -17,7 +17,6 @@ import page_formulas
 import pytest
 from conftest import REPO, make_sums, run_module, warm_python
 
-from bench.harness import PageBlock
 from configurator import read_settings
 
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"])
@@ -150,7 +149,6 @@ def test_text_that_a_formula_makes_is_what_it_makes():
 WRITING = sorted(path.stem for path in REPO.glob("bench/*.py") if "\nwrite = False" in path.read_text(encoding="utf-8"))
 ENDS_WHEN_FOUND = """
 import runpy, sys
-from bench.harness import PageBlock
 find = PageBlock.find
 def end(block):
     find(block)
