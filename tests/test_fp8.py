@@ -28,8 +28,8 @@ def with_error(x: torch.Tensor, format: tuple) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
 def test_products_are_within_the_rounding_of_their_operands(dtype, rounding, sizes):
     """
-    Forward and both gradients, every number, against float64; of operands with numbers of all sizes. The weight is whole
-    or in two parts side by side.
+    Forward and both gradients, every number, against float64; of operands with numbers of all sizes. The weight is
+    whole or in two parts side by side.
     """
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (
