@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ALL_PIECES, REPO, assert_same_run, base_run, losses, warm_python
-from ranks import run_as_main, run_on_ranks, send_in_evaluation
+from ranks import run_as_main, run_on_ranks
 from safetensors.torch import load_file
 from warm_python import Job
 
 from nanochat.corpus.make_dataset import make
+from nanochat.eval import loss_eval
 from nanochat.runtime import distributed
 from nanochat.training.checkpoint import problem_with
 from nanochat.training.records import read_metrics
@@ -228,18 +229,27 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(tmp_path, undisturbed):
 
 
 def evaluate_until_stopped(rank: int, world_size: int, args: list[str]) -> tuple[str, int]:
-    """What is printed, and the batches that are evaluated at step 4, in the first of which rank 0 gets SIGTERM."""
-    calls = send_in_evaluation(0 if rank else signal.SIGTERM, "nanochat.eval.loss_eval.counted_nats", 4)
-    printed = script(rank, world_size, args)
-    return printed, calls.count(4)
+    """What is printed, and how many batches are evaluated; in the third of them rank 0 gets SIGTERM."""
+    original, calls = loss_eval.counted_nats, itertools.count()
+
+    def counted(*batch):
+        if next(calls) == 2 and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*batch)
+
+    loss_eval.counted_nats = counted
+    return script(rank, world_size, args), next(calls)
 
 
 def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once():
-    """Of two batches the first. No step is taken any more, and no other evaluation begins; it comes with the resume."""
+    """
+    At step 4 in the first of two batches, as at step 0. No step is taken any more, and no other evaluation begins; it
+    comes with the resume.
+    """
     settings = dict(num_iterations=5, eval_every=4, sample_every=4, zero_stage=3)
     ranks = run_on_ranks(2, evaluate_until_stopped, arguments("left", settings))
     printed = ranks[0][0]
-    assert [count for _, count in ranks] == [1, 1]
+    assert [count for _, count in ranks] == [3, 3]
     assert printed.splitlines()[-1] == "stopped after step 4; --resume=auto continues"
     assert "step 00003/00005 (" in printed and "step 00004/00005 (" not in printed
     assert [path.name for path in base_run("left").glob("step_*")] == ["step_000004"]
