@@ -9,7 +9,6 @@ from typing import Literal
 from configurator import configure
 
 idea: Literal["optimizers", "batch"] = "batch"
-only = ""                   # lines of the table that begin with this; empty: all
 write = False               # put the table into docs/two_loops.md (batch), docs/ablations.md (optimizers)
 configure(globals())
 
@@ -94,11 +93,10 @@ names, columns, line = {
 }[idea]
 lines = []
 for name in names:
-    if name.startswith(only):
-        print(f"{columns[0]}: {name} ...", file=sys.stderr, flush=True)
-        lines.append([name, *line(name)])
+    print(f"{columns[0]}: {name} ...", file=sys.stderr, flush=True)
+    lines.append([name, *line(name)])
 note = ""
-if idea == "batch" and not only:  # McCandlish et al. 2018, arXiv:1812.06162
+if idea == "batch":  # McCandlish et al. 2018, arXiv:1812.06162
     steps = np.array([steps for _, steps, _ in lines])
     slope, fewest = np.polyfit(1 / np.array(BATCHES), steps, 1, w=1 / steps)
     note = f"\n\nsteps ≈ {fewest:.0f} + {slope:,.0f} / rows, so the critical batch is {slope / fewest:.0f} rows."

@@ -223,7 +223,8 @@ def waiting(
 def rank_bytes(config: GPTConfig, layout: Layout, compiled: bool = True) -> float:
     """
     `nanochat.plan.memory.step_bytes` in bfloat16 for each stage of ZeRO, and in a pipeline for the stage that holds
-    most. Within 6% of the tensors that eager steps hold (tests/test_gpu_dry_run.py); pipelines were not compared.
+    most. Within 6% of the tensors that eager steps hold (tests/test_gpu_dry_run.py; stage 3's at e62bf999); pipelines
+    were not compared.
     """
     zero_stage, shards, rows, micro_steps, checkpointing, stages = layout
     stream, block, kept, working, loss = pass_bytes(config, rows, BF16, checkpointing, compiled)

@@ -14,8 +14,10 @@ write = False               # put the table into docs/memory.md
 configure(globals())
 
 import statistics
-import time
+import timeit
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.profiler import profile
@@ -23,7 +25,7 @@ from torch.profiler import profile
 from bench.harness import PageBlock, random_tokens
 from nanochat.model.compile import compile_model
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.step_trial import set_up_training
+from nanochat.plan.step_trial import set_up_training, train_step, whole_rows
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.flops import measured_matmul_flops
 from nanochat.runtime.tables import markdown_table
@@ -36,35 +38,26 @@ model, sharding, optimizers = set_up_training(config, torch.float32, device, zer
 compiling = set_compile(True, device.type)
 if compiling:
     compile_model(model)
-tokens = random_tokens(vocab_size, device_batch_size, max_seq_len + 1)
-inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+tokens = device_batch_size * max_seq_len  # of a step
+rows = whole_rows(random_tokens(vocab_size, device_batch_size, max_seq_len + 1))
 
 
-def gradient() -> torch.Tensor:
+def gradient() -> None:
+    inputs, targets, cu_seqlens = rows
     with sharding.accumulate(last=True):
-        loss = model(inputs, targets)
-        loss.backward()
-    return loss
+        model(inputs, targets, cu_seqlens=cu_seqlens).backward()
 
 
-def timed_step() -> tuple[float, float]:
-    """Seconds of the forward and backward pass, and of the update."""
-    start = time.perf_counter()
-    loss = gradient()
-    middle = time.perf_counter()
-    stats = sharding.reduce_and_clip(loss)
-    for optimizer in optimizers:
-        optimizer.step(stats)
-    sharding.all_gather_params()
-    return middle - start, time.perf_counter() - middle
+def seconds_of(function: Callable[[], None]) -> float:
+    return statistics.median(timeit.repeat(function, number=1, repeat=steps))
 
 
 # ---- A step's time, then where it goes
+step = partial(train_step, model, sharding, optimizers, [rows])
 for _ in range(2):
-    timed_step()
+    step()
 rate = measured_matmul_flops(device, torch.float32)
-computing, updating = map(statistics.median, zip(*(timed_step() for _ in range(steps))))
-step_time = computing + updating
+step_time, computing = seconds_of(step), seconds_of(gradient)
 with profile(record_shapes=True) as profiler:
     for _ in range(steps):
         gradient()
@@ -84,17 +77,17 @@ for event in profiler.key_averages(group_by_input_shape=True):
 flops_of_token = {LINEAR: 6 * model.count_parameters("matrix"), HEAD: 6 * config.padded_vocab_size * config.n_embd,
                   ATTENTION: 12 * depth * config.n_embd * max_seq_len}
 parts = {part: computing * spent[part] / spent.total() for part in (*flops_of_token, OTHER)}  # seconds
-parts |= {"optimizers, Newton–Schulz included": updating, STEP: step_time}
+parts |= {"optimizers, Newton–Schulz included": step_time - computing, STEP: step_time}
 flops_of_token[STEP] = model.estimate_flops()
 lines = []
 for part, seconds in parts.items():
     share = flops_of_token.get(part, 0) / flops_of_token[STEP]
-    speed = share * flops_of_token[STEP] * inputs.numel() / seconds
+    speed = share * flops_of_token[STEP] * tokens / seconds
     lines.append([part, f"{share:.0%}", f"{1e3 * seconds:.0f}", f"{seconds / step_time:.0%}",
                   f"{speed / 1e9:,.0f}" if share else "", f"{speed / rate:.0%}" if share else ""])
 block.show(
     f"{markdown_table(['part', 'FLOPs counted', 'ms', 'of the step', 'GFLOP/s', 'of the GEMM rate'], lines)}\n\n"
     f"Depth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {max_seq_len} tokens: "
-    f"{inputs.numel() / step_time:,.0f} tok/s in float32, compiled: {compiling}, "
+    f"{tokens / step_time:,.0f} tok/s in float32, compiled: {compiling}, "
     f"{torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and backward "
     "pass are their shares under the profiler.")

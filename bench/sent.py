@@ -19,6 +19,7 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.memory import counted, state_bytes
 from nanochat.plan.step_trial import set_up_training, train_step, whole_rows
 from nanochat.runtime.collectives import gather_objects, rank_and_size
+from nanochat.training.resharding import kept_state
 
 STAGES, MICRO_STEPS = (0, 1, 2, 3), (1, 4)
 KEPT = ("parameters", "gradients", "optimizer")  # the fields of StateBytes
@@ -135,15 +136,11 @@ class Watch(Sent):
         """Bytes alive here, by purpose. A storage counts once: in float32 a master is its parameter's memory."""
         params = list(self.model.parameters())
         shards = self.sharding.shards
-        state = [s.master for s in shards]
-        for optimizer in self.optimizers:
-            for moment in [*optimizer.state.values(), *optimizer.owned.values()]:
-                state += moment.values()
         alive = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         purposes = {
             "parameters": params,
             "gradients": [t.grad for t in params + self.buckets + shards],
-            "optimizer": state,
+            "optimizer": [piece.source for piece in kept_state(self.sharding, self.optimizers).values()],
             "in flight": self.in_flight(),
             # All other tensors that Python knows of and that were made since `measure` began: leaks show here.
             "rest": [t for t in alive if not isinstance(t, DTensor) and t.is_cpu],

@@ -16,7 +16,7 @@ from nanochat.model import gpt, loss
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.step_trial import set_up_training
 
-PHASES = "forward", "backward", "reduce", "adamw", "muon", "gather"
+PHASES = "forward", "backward", "end of pass", "reduce", "adamw", "muon", "gather"
 META = torch.device("meta")
 
 
@@ -89,6 +89,7 @@ def dry_step(
                     mean = model(tokens, tokens, cu_seqlens=cu_seqlens)
                     count.phase = "backward"
                     (mean / micro_steps).backward()
+                    count.phase = "end of pass"
             count.phase = "reduce"
             stats = sharding.reduce_and_clip(mean)
             for optimizer in optimizers:

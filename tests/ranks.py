@@ -10,7 +10,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import pkgutil
 import runpy
 import signal
 import socket
@@ -215,29 +214,3 @@ def wait_for_signal(pattern: str) -> None:
         return forward(*args, **settings)
 
     GPT.forward = wait_and_forward
-
-
-def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
-    """
-    From here on this process sends itself a signal in the first call of a function ("module.function") at this step of
-    a training script. Returns a list that gets the step of each call.
-    """
-    from nanochat.training.session import Session
-
-    where, _, function = name.rpartition(".")
-    owner = pkgutil.resolve_name(where)
-    original, save_if_due, steps, calls = getattr(owner, function), Session.save_if_due, [0], []
-
-    def save_and_count(session, **meta) -> None:
-        steps.append(session.step)
-        save_if_due(session, **meta)
-
-    def called(*args, **settings):
-        calls.append(steps[-1])
-        if calls.count(step) == 1 and calls[-1] == step:
-            os.kill(os.getpid(), number)
-        return original(*args, **settings)
-
-    Session.save_if_due = save_and_count
-    setattr(owner, function, called)
-    return calls

@@ -1,5 +1,4 @@
 """Checkpoints survive kills, damage and re-saving; what is loaded is what was saved, or an error says why not."""
-import copy
 import json
 import os
 import shutil
@@ -8,22 +7,19 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import REPO
 from ranks import run_on_ranks
-from torch import nn
+from test_muon import Run
+from test_zero import state_of
 
-from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.optim.sharding import Shard, equal_ranges, row_ranges
 from nanochat.runtime import distributed
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import previous, sha256, write_folder_aside
+from nanochat.runtime.files import previous, sha256
 from nanochat.training.checkpoint import (
     RULES,
     changed_settings,
@@ -37,14 +33,10 @@ from nanochat.training.checkpoint import (
     read_meta,
     step_dir,
 )
-from nanochat.training.resharding import load_training_state
-from nanochat.training.saving import CheckpointWriter, complete, copy_to_host, write_files
+from nanochat.training.saving import write_files
 
 set_compile(False, "cpu")
-TOKENIZER = learn_tokenizer(["a few words to learn merges from, a few words"], 280)
-SHAPES = {"table": (7, 3), "scale": (1,), "matrix": (4, 5), "bias": (3,)}  # 45 elements: no cut is even
-META = {"tokenizer": TOKENIZER.fingerprint, "config": {}}
-CPU = torch.device("cpu")
+META = {"config": {}}
 
 
 @pytest.fixture
@@ -52,150 +44,27 @@ def folder(base_folder):
     return checkpoint_dir("base", "x")
 
 
-def values(key: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {key}".encode())))
-
-
-class Parameters(nn.Module):
-    """A model that is nothing but its parameters."""
-
-    def __init__(self, shapes=SHAPES, seed=0):
-        super().__init__()
-        self.config = SimpleNamespace(shapes=shapes)
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(values(f"master.{name}", shape, seed)))
-
-
-class Rank:
-    """
-    One rank of `shards`, as sharding and optimizers in one: it keeps its part of the masters, which are the model's
-    weights in float32, and of moments drawn from the seed. `wholes` has everything whole, to compare with.
-    """
-
-    def __init__(self, model=None, rank=0, shards=1, stage=0, dtype=torch.float32, cut="equal", seed=0, replica=0):
-        self.model = copy.deepcopy(model or Parameters(seed=seed))
-        self.zero_stage, self.dtype, self.separate_masters = stage, dtype, dtype != torch.float32
-        self.shard_rank, self.shard_count, self.replica = rank, shards, replica
-        self.rank, self.world_size = replica * shards + rank, (replica + 1) * shards
-        params = dict(self.model.named_parameters())
-        shapes = {name: tuple(p.shape) for name, p in params.items()}
-        self.pipeline_stage, self.stage_and_shape = 0, {name: (0, shape) for name, shape in shapes.items()}
-        self.wholes = {f"master.{name}": p.detach().clone() for name, p in params.items()}
-        self.model.to(dtype)
-        by_rows = {name: row_ranges(shape, shards) for name, shape in shapes.items()}
-        ranges = equal_ranges(shapes, shards)[1] if cut == "equal" else by_rows
-        self.shards = []
-        for name, of_name in ranges.items():
-            in_place = dtype == torch.float32 and stage < 3  # then masters are the parameters themselves
-            flat = params[name].data.view(-1) if in_place else self.wholes[f"master.{name}"].flatten()
-            mine = [part for part in of_name if part.rank == rank]
-            self.shards += [Shard(name, shapes[name], p.start, p.end, flat[p.start : p.end]) for p in mine]
-        adamw = self.optimizer("adamw", ["exp_avg", "exp_avg_sq"], 1, seed)
-        adamw.counters["steps"] = torch.tensor(float(seed + 3))
-        self.optimizers = [adamw, self.optimizer("muon", ["momentum"], 2, seed)]
-
-    def optimizer(self, kind, keys, dimensions, seed):
-        """AdamW has the vectors, Muon the matrices."""
-        state = {key: {} for key in keys}
-        for key in keys:
-            for s in self.shards:
-                if len(s.shape) == dimensions:
-                    whole = self.wholes[f"{kind}.{key}.{s.name}"] = values(f"{key}.{s.name}", s.shape, seed)
-                    state[key][s.name] = whole.flatten()[s.start : s.end].clone()
-        return SimpleNamespace(kind=kind, state=state, owned={}, counters={})
-
-    def full_tensors(self):
-        for name, p in self.model.named_parameters():
-            yield name, self.wholes[f"master.{name}"].to(self.dtype) if self.zero_stage == 3 else p.detach()
-
-    def wait_for_params(self):
-        assert self.zero_stage < 3
-
-    def kept(self):
-        """{name: (slice, tensor)} of masters and moments."""
-        found = {f"master.{s.name}": (s, s.master) for s in self.shards}
-        shards = {s.name: s for s in self.shards}
-        for optimizer in self.optimizers:
-            for key, tensors in optimizer.state.items():
-                found |= {f"{optimizer.kind}.{key}.{name}": (shards[name], tensor) for name, tensor in tensors.items()}
-        return found
-
-    def load(self, checkpoint):
-        load_training_state(checkpoint, self, self.optimizers)
-
-    def writer(self, folder, **settings):
-        return CheckpointWriter(folder, self, self.optimizers, TOKENIZER, **settings)
-
-
-def ranks(shards, **how):
-    return [Rank(rank=rank, shards=shards, **how) for rank in range(shards)]
-
-
-def save(folder, step, rank, **settings):
-    writer = rank.writer(folder, **settings)
+def save(folder: Path, step: int, run: Run | None = None, **settings) -> Path:
+    writer = (run or Run(0)).writer(folder, **settings)
     writer.save(step, META)
     writer.wait()
     return step_dir(folder, step)
 
 
-def save_all(folder, step, group):
-    """What the processes of a group would do, one after the other."""
-    with write_folder_aside(step_dir(folder, step)) as aside:
-        sums = [write_files(aside, copy_to_host(rank, rank.optimizers)) for rank in group]
-        complete(aside, sums, TOKENIZER, json.dumps(META | {"step": step}))
-    return step_dir(folder, step)
-
-
-def assert_same(group, saved):
-    """What the ranks have is exactly the slices of what was saved; together they have all of it."""
-    loss_positions = 0
-    for rank in group:
-        for name, (s, tensor) in rank.kept().items():
-            assert torch.equal(tensor, saved.wholes[name].flatten()[s.start : s.end]), name
-            loss_positions += len(tensor)
-        steps = [some.optimizers[0].counters["steps"] for some in (rank, saved)]
-        assert steps[0] == steps[1], "bias correction goes on where it was"
-        for name, p in rank.model.named_parameters() if rank.zero_stage < 3 else ():
-            assert torch.equal(p, saved.wholes[f"master.{name}"].to(rank.dtype)), name
-    assert loss_positions == sum(t.numel() for t in Rank().wholes.values()), "every element is kept by some rank"
-
-
-# ---- Resharding
-
-
-# Of 8 ranks most keep no row of most parameters.
-CUTS = [(1, 0, "equal"), (5, 1, "equal"), (8, 3, "rows")]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("before", CUTS)
-@pytest.mark.parametrize("after", CUTS)
-def test_saved_on_some_ranks_loaded_on_others_the_difference_is_zero(before, after, dtype, folder):
-    """Odd shapes, empty slices, equal cuts that straddle tensors against cuts by rows, and the other way round."""
-    source, target = (
-        ranks(shards, stage=stage, cut=cut, dtype=dtype, seed=seed)
-        for (shards, stage, cut), seed in ((before, 0), (after, 9))
-    )
-    path = save_all(folder, 3, source)
-    for rank in target:
-        rank.load(path)
-    assert_same(target, Rank(dtype=dtype))
-
-
 def test_float32_masters_are_not_stored_twice(folder):
-    """They are the weights; that they are loaded is seen above."""
+    """They are the weights; test_muon.py loads them."""
     for dtype in (torch.float32, torch.bfloat16):
-        path = save(folder, 3, Rank(dtype=dtype))
+        path = save(folder, 3, Run(0, dtype=dtype))
         assert (b"master." in (path / "optimizer_rank_00000.safetensors").read_bytes()) == (dtype == torch.bfloat16)
 
 
 def test_what_does_not_fit_is_refused(folder):
-    path = save(folder, 1, Rank())
-    more = Rank(seed=1)
-    more.optimizers[1].state["second"] = {"matrix": torch.zeros(20)}
-    for rank, problem in ((Rank(dtype=torch.bfloat16), "float32, .*bfloat16"), (more, "muon.second.matrix")):
+    path = save(folder, 1)
+    more = Run(0)
+    more.muon.state["second"] = {"parts.2.square": torch.zeros(64)}
+    for run, problem in ((Run(0, dtype=torch.bfloat16), "float32, .*bfloat16"), (more, "muon.second.parts.2.square")):
         with pytest.raises(UserError, match=problem):
-            rank.load(path)
+            run.load(path)
 
 
 # ---- Finding
@@ -208,15 +77,15 @@ def test_settings_that_changed_since_a_checkpoint_are_named():
     assert changed_settings({"config": before, "rules": RULES}, now) == "\n  with another seed: 0 before, 1 now"
     for others in ({}, {"rules": RULES - 1}):
         assert "older version: updates may differ" in changed_settings({"config": now} | others, now)
-    assert read_meta(save(checkpoint_dir("base", "x"), 1, Rank()))["rules"] == RULES
+    assert read_meta(save(checkpoint_dir("base", "x"), 1))["rules"] == RULES
 
 
 def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept(folder):
     for step in (999_999, 1_000_000, 20):
-        save(folder, step, Rank())
+        save(folder, step)
     assert list_steps(folder) == [20, 999_999, 1_000_000] and find_checkpoint(folder).name == "step_1000000"
     shutil.copytree(folder / "step_000020", folder / "step_000020.old")  # the user's copy
-    save(folder, 1_000_001, Rank(), keep_last=2)
+    save(folder, 1_000_001, keep_last=2)
     assert list_steps(folder) == [1_000_000, 1_000_001] and (folder / "step_000020.old").exists()
 
 
@@ -232,11 +101,11 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("victim", ["optimizer_rank_00002.safetensors", "model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("victim", ["optimizer_rank_00000.safetensors", "model.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim, folder, capsys):
     """A damaged file of an optimizer only matters to runs that go on: a model that answers does without."""
-    good, bad = (save_all(folder, step, ranks(3, stage=2)) for step in (10, 20))
+    good, bad = (save(folder, step) for step in (10, 20))
     DAMAGES[damage](bad / victim)
     assert find_checkpoint(folder) == good
     said = capsys.readouterr().out
@@ -256,37 +125,23 @@ def write_stage(stage: str, tag: str, **meta) -> None:
     (checkpoint / "meta.json").write_text(json.dumps({"step": 7, "num_iterations": 7} | meta))
 
 
-def reverse_times(folder: Path) -> None:
-    """As if the stages had been written in the reverse order."""
-    for age, path in enumerate(sorted(folder.rglob("*.json"), key=lambda path: path.stat().st_mtime_ns)):
-        os.utime(path, (1e9 - age, 1e9 - age))
-
-
 @pytest.mark.parametrize("again, last", [(None, "rl"), ("mid", "mid"), ("base", "base")])
-def test_the_stage_that_was_trained_last(base_folder, monkeypatch, again, last):
+def test_the_stage_that_was_trained_last(again, last):
     """
-    By the times in meta.json, whatever the times of the files are. A run of three stages, and a stage trained again.
-    Version 0.1.0 kept no times: the furthest stage's is the last.
+    By the times in meta.json; those of the files are in the reverse order. A run of three stages, and a stage trained
+    again. Version 0.1.0 kept no times: the furthest stage's is the last.
     """
     with pytest.raises(UserError):
         latest_stage()
-    for saved, stage in enumerate(("base", "mid", "rl")):
-        write_stage(stage, "d2", saved=saved)
-    if again:
-        write_stage(again, "d2", saved=99.0)
+    for saved, stage in ((2, "rl"), (1, "mid"), (0, "base")):
+        write_stage(stage, "d2", saved=99.0 if stage == again else saved)
     write_stage("sft", "d1", saved=90.0)
     write_stage("base", "d1", saved=6.0)
-    for stage in ("mid", "sft", "base"):
+    for stage in ("sft", "mid", "base"):
         write_stage(stage, "old")
     (step_dir(checkpoint_dir("sft", "d1"), 8)).mkdir()  # damaged: the one before it counts
-    copy = base_folder.with_name("copy")
-    for folder in (base_folder, copy):
-        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        assert [latest_stage(tag) for tag in ("d1", "d2", "old")] == ["sft", last, "sft"]
-        assert latest_stage() == (last if again else "sft")
-        if folder == base_folder:
-            subprocess.run(["cp", "-r", base_folder, copy], check=True)
-            reverse_times(copy)
+    assert [latest_stage(tag) for tag in ("d1", "d2", "old")] == ["sft", last, "sft"]
+    assert latest_stage() == (last if again else "sft")
     with pytest.raises(UserError, match="d1, d2, old"):
         latest_stage("d3")
 
@@ -295,7 +150,7 @@ def test_the_choice_of_a_model_is_never_guessed():
     with pytest.raises(UserError, match="scripts.base_train makes one"):
         find_model("base")
     for tag in ("d1", "d2"):
-        save(checkpoint_dir("base", tag), 1, Rank())
+        save(checkpoint_dir("base", tag), 1)
     for arguments, message in ((["base"], "d1, d2"), (["base", "d1", 7], "step 7"), (["base", "d22"], "d1, d2")):
         with pytest.raises(UserError, match=message):
             find_model(*arguments)
@@ -307,13 +162,13 @@ def test_what_torchrun_starts_again_goes_on_whatever_its_settings_say(folder, mo
     attempt has trained a step, the settings hold: one that died early must not turn into resuming an older run.
     """
     for step in (5, 30):
-        save(folder, step, Rank())
+        save(folder, step)
     monkeypatch.setattr(distributed, "job_stores", [torch.distributed.HashStore()])
     with pytest.raises(UserError, match="--resume=auto"):
         choose_start(folder, "", False)
     assert choose_start(folder, "", True) is None
     assert choose_start(folder, "", True, 5).name == "step_000005"
-    writer = Rank().writer(folder, start_step=5, overwrite=True)
+    writer = Run(0).writer(folder, start_step=5, overwrite=True)
     writer.mark_replaced()
     distributed.mark_begun()
     writer.wait()
@@ -330,7 +185,7 @@ def test_a_run_whose_hosts_come_and_go_must_be_told_to_resume(folder, monkeypatc
         with pytest.raises(UserError, match="--resume=auto"):
             choose_start(folder, *settings)
     assert choose_start(folder, "auto", False) is None
-    save(folder, 5, Rank())
+    save(folder, 5)
     assert choose_start(folder, "auto", False).name == "step_000005"
 
 
@@ -339,22 +194,21 @@ def test_a_run_whose_hosts_come_and_go_must_be_told_to_resume(folder, monkeypatc
 
 def test_training_goes_on_while_a_save_is_written(folder, monkeypatch):
     """The thread is held up until every tensor and the meta have changed in place: what is saved is as at save()."""
-    rank, meta, changed = Rank(dtype=torch.bfloat16), META | {"config": {"lr": 1}}, threading.Event()
+    run, fresh = Run(0, dtype=torch.bfloat16), Run(0, dtype=torch.bfloat16)
+    meta, changed = {"config": {"lr": 1}}, threading.Event()
     monkeypatch.setattr("nanochat.training.saving.write_files", lambda *args: changed.wait() and write_files(*args))
-    writer = rank.writer(folder)
+    run.steps(0, 2)
+    expected = state_of(run.sharding, run.optimizers)
+    writer = run.writer(folder)
     writer.save(1, meta)
-    kept = [tensor for _, tensor in rank.kept().values()]
-    with torch.no_grad():
-        for tensor in (*rank.model.parameters(), *kept, rank.optimizers[0].counters["steps"]):
-            tensor.fill_(7)
+    run.steps(2, 4)
     meta["config"]["lr"] = 2
     assert not list_steps(folder), "save() returned before anything was written"
     changed.set()
     writer.wait()
-    fresh = Rank(dtype=torch.bfloat16, seed=4)
     fresh.load(find_checkpoint(folder))
     assert read_meta(find_checkpoint(folder))["config"] == {"lr": 1}
-    assert_same([fresh], Rank(dtype=torch.bfloat16))
+    assert all(map(torch.equal, state_of(fresh.sharding, fresh.optimizers), expected))
 
 
 def refusal(*_, **__):
@@ -364,8 +218,8 @@ def refusal(*_, **__):
 @pytest.mark.parametrize("function", ["nanochat.training.saving.save_file", "nanochat.training.saving.complete"])
 def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(function, folder, monkeypatch, capsys):
     """The old checkpoint stays, and nothing half-made."""
-    save(folder, 5, Rank())
-    writer = Rank().writer(folder)
+    save(folder, 5)
+    writer = Run(0).writer(folder)
     with monkeypatch.context() as patch:
         patch.setattr(function, refusal)
         writer.save(6, META)
@@ -385,8 +239,8 @@ def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(funct
 def test_a_full_disk_costs_what_a_run_replaces_rather_than_the_run(folder, monkeypatch):
     """Room for two; until it is needed nothing is lost, and a disk that fails otherwise takes nothing."""
     for step in (5, 6):
-        save(folder, step, Rank())
-    writer = Rank().writer(folder, overwrite=True)
+        save(folder, step)
+    writer = Run(0).writer(folder, overwrite=True)
     writer.mark_replaced()
     with monkeypatch.context() as patch:
         patch.setattr("nanochat.training.saving.complete", lambda *_: os.listdir(folder / "nowhere"))
@@ -402,8 +256,8 @@ def test_a_full_disk_costs_what_a_run_replaces_rather_than_the_run(folder, monke
 
 def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder):
     """Beside those of save_every and the end; a save starts the clock anew. Also in a run that goes on."""
-    rank = Rank()
-    writer = rank.writer(folder)
+    run = Run(0)
+    writer = run.writer(folder)
     for step in range(1, 8):
         if step != 4:
             writer.began -= 60 * 30
@@ -411,7 +265,7 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder)
         writer.save(step, META, by_time=step not in (2, 6))
     writer.wait()
     assert list_steps(folder) == [2, 5, 6, 7]
-    writer = rank.writer(folder, start_step=7, by_time=read_meta(folder / "step_000007")["by_time"])
+    writer = run.writer(folder, start_step=7, by_time=read_meta(folder / "step_000007")["by_time"])
     writer.save(8, META, by_time=True)
     writer.wait()
     assert list_steps(folder) == [2, 6, 7, 8], "a run that goes on knows of them"
@@ -420,11 +274,10 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder)
 # ---- Several processes
 
 
-def save_and_load(rank, world_size, folder):
+def save_and_load(rank: int, world_size: int, folder: Path) -> tuple:
     """Ranks 0 and 1 are a shard group, 2 and 3 its replica. Returns what this rank saw."""
-    shard = Rank(rank=rank % 2, shards=2, replica=rank // 2, stage=1, dtype=torch.bfloat16)
-    shard.world_size = world_size
-    writer = shard.writer(folder, keep_last=2)
+    run = Run(1, shard_size=2)
+    writer = run.writer(folder, keep_last=2)
     for step in (1, 2, 3):
         writer.save(step, META)
     writer.join()
@@ -438,21 +291,17 @@ def save_and_load(rank, world_size, folder):
     torch.distributed.barrier()
     checkpoint = choose_start(folder, "auto", False)
     assert len(list(checkpoint.glob("optimizer_rank_*"))) == 2, "replicas write nothing"
-    fresh = Rank(rank=rank, shards=world_size, stage=3, cut="rows", dtype=torch.bfloat16, seed=3)
-    fresh.load(checkpoint)
-    wholes = Rank(dtype=torch.bfloat16).wholes
-    same = all(torch.equal(t, wholes[name].flatten()[s.start : s.end]) for name, (s, t) in fresh.kept().items())
     if rank == 2:
-        fresh.optimizers[0].counters["other"] = torch.zeros(1)
-    with pytest.raises(UserError, match="adamw.other") as unfit:
-        fresh.load(checkpoint)
-    return checkpoint.name, same, str(refused.value), str(unfit.value)
+        run.muon.counters["other"] = torch.zeros(1)
+    with pytest.raises(UserError, match="muon.other") as unfit:
+        run.load(checkpoint)
+    return checkpoint.name, str(refused.value), str(unfit.value)
 
 
 def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(tmp_path):
     """One rank's disk refuses; one file is damaged, which one rank reads; one cannot use what the others can."""
     outcomes = run_on_ranks(4, save_and_load, tmp_path / "x")
-    assert outcomes == [outcomes[0]] * 4 and outcomes[0][:2] == ("step_000002", True)
+    assert outcomes == [outcomes[0]] * 4 and outcomes[0][0] == "step_000002"
     there = sorted(path.name for path in (tmp_path / "x").iterdir())
     assert there == ["step_000002", "step_000003"], "the last two, and no debris"
 
@@ -461,8 +310,9 @@ SAVE_FOR_EVER = f"""
 import sys
 sys.path[:0] = [{str(REPO / "tests")!r}, {str(REPO)!r}]
 from test_checkpoint import *
+run = Run(0)
 while True:
-    save(checkpoint_dir("base", "x"), 1, Rank())
+    save(checkpoint_dir("base", "x"), 1, run)
 """
 
 
@@ -482,16 +332,17 @@ def test_killed_at_any_moment_of_saving_the_same_step_a_valid_checkpoint_remains
         process.communicate()
         path = choose_start(folder, "auto", False)
         assert path.name == "step_000001" and problem_with(path) is None
-        Rank(seed=3).load(path)
+        Run(0).load(path)
 
 
-def read_by_rank(rank: int, world_size: int, checkpoint: Path) -> tuple[list[str], list[str | None]]:
+def read_by_rank(rank: int, world_size: int, folder: Path) -> tuple[list[str], list[str | None]]:
     """The files that this rank hashes, and what it is told while some file or other is damaged."""
+    checkpoint = save(folder, 10, Run(2))
     hashed, told = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanochat.training.checkpoint.sha256", lambda path: hashed.append(path.name) or sha256(path))
         assert problem_with(checkpoint) is None
-    for name in ("model.safetensors", "optimizer_rank_00002.safetensors", "manifest.json"):
+    for name in DAMAGED:
         torch.distributed.barrier()
         if rank == 0:
             flip(checkpoint / name)
@@ -503,12 +354,13 @@ def read_by_rank(rank: int, world_size: int, checkpoint: Path) -> tuple[list[str
     return hashed, told
 
 
+DAMAGED = ["model.safetensors", "optimizer_rank_00002.safetensors", "manifest.json"]
+
+
 def test_ranks_share_the_reading_of_a_checkpoint_and_all_know_what_one_finds(folder):
     """Rank 0 alone would hash 14 bytes a parameter while the others wait in a collective, which has a time limit."""
-    checkpoint = save_all(folder, 10, ranks(3, stage=2))
-    outcomes = run_on_ranks(3, read_by_rank, checkpoint)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    outcomes = run_on_ranks(3, read_by_rank, folder)
+    manifest = json.loads((folder / "step_000010" / "manifest.json").read_text())
     assert sorted(sum((hashed for hashed, _ in outcomes), [])) == sorted(manifest)
-    assert all(any("safetensors" in name for name in hashed) for hashed, _ in outcomes)
-    for _, told in outcomes:
-        assert told == ["model.safetensors", "optimizer_rank_00002.safetensors", "manifest.json"]
+    for hashed, told in outcomes:
+        assert any("safetensors" in name for name in hashed) and told == DAMAGED

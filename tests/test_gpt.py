@@ -1,5 +1,4 @@
 """The model against its definition written out in float64, and against torch's own counters."""
-import functools
 import itertools
 import math
 import re
@@ -24,7 +23,6 @@ from nanochat.model.attention import (
     varlen_attention,
     varlen_error,
 )
-from nanochat.model.compile import compile_model
 from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
@@ -325,33 +323,6 @@ def test_positions_without_a_target_take_no_part_after_the_last_attention(arch, 
     width, vocabulary = model.config.n_embd, model.config.padded_vocab_size
     assert counted[64] - counted[13] == 51 * 3 * 2 * width * (9 * width + vocabulary)
     assert counted[1] == counted[0] == counted[64]
-
-
-def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(monkeypatch):
-    """
-    Two graphs, before and after attention: windows and value tables, whose kinds alternate, are outside of them. The
-    loss has two more, for exponentials and for the head's gradient.
-    """
-    from torch._dynamo.testing import CompileCounter
-
-    model, counter = small_model(arch="modern", n_layer=6), CompileCounter()
-    monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
-    with_compiler = functools.cache(partial(torch.compile, dynamic=False))
-    monkeypatch.setattr("nanochat.runtime.compiling.with_compiler", with_compiler)
-    tokens = torch.randint(70, (2, 32), generator=torch.Generator().manual_seed(0))
-    cases = [(tokens[:, :length], tokens[:, :length].where(tokens[0, :length] < most, -1), "sum")
-             for length, most in ((32, 70), (32, 60), (24, 70), (17, 30), (32, 0), (2, 70))]
-    expected = [model(*case).item() for case in cases]
-    compile_model(model)
-    monkeypatch.setattr(switch, "on", True)
-    for case, loss in zip(cases, expected):
-        assert model(*case).item() == loss
-        model(*case).backward()
-        assert counter.frame_count == 4
-    with torch.no_grad():
-        for case, loss in zip(cases, expected):
-            assert model(*case[:2], "none").sum().item() == pytest.approx(loss)
-            assert counter.frame_count == 6, "before and after once more, without gradients"
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import REPO, run_module, warm_python
-from test_speedrun import bash, copy_scripts, write_python
+from test_speedrun import bash, copy_scripts, write_program, write_python
 
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB, needed_bytes
@@ -29,10 +29,8 @@ esac
     path.mkdir()
     for tool in ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "uname", "sed", "head"):
         (path / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
-    programs = {"uv": 'echo "$@" >> calls', "nvidia-smi": f'echo "{driver}"' if driver else "exit 9"}
-    for name, text in programs.items():
-        (path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (path / name).chmod(0o755)
+    write_program(path / "uv", 'echo "$@" >> calls')
+    write_program(path / "nvidia-smi", f'echo "{driver}"' if driver else "exit 9")
     return str(path)
 
 
@@ -56,8 +54,8 @@ def test_the_speedrun_installs_flash_attention_4_where_it_is_faster(tmp_path, ca
     """From Hopper on, with a driver for CUDA 13."""
     path = node(tmp_path, card and card[-6:])
     if card:
-        (tmp_path / "bin" / "nvidia-smi").write_text(
-            f'#!/bin/sh\ncase "$*" in *compute_cap*) echo "{card}" ;; *) echo 580.65 ;; esac\n')
+        answers = f'case "$*" in *compute_cap*) echo "{card}" ;; *) echo 580.65 ;; esac'
+        write_program(tmp_path / "bin/nvidia-smi", answers)
     bash(tmp_path, "speedrun.sh", "--run=mine", PATH=path, SUITS="")
     installed = re.findall(r"--editable (\S+)", (tmp_path / "calls").read_text())
     assert installed == [f".[{extra}]" if extra else "."]
@@ -73,7 +71,7 @@ def test_a_driver_that_torch_cannot_use_ends_the_setup(tmp_path):
         assert line.endswith("the GPUs here (NVIDIA driver 550): RuntimeError: too old (version 12020)")
         assert "rm -r .venv" in advice and "scripts." not in (tmp_path / "calls").read_text()
     assert bash(tmp_path, "-c", ". ./setup.sh", PATH=path, SUITS="no such", CUDA_VISIBLE_DEVICES="").returncode == 0
-    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 470.1")
+    write_program(tmp_path / "bin/nvidia-smi", "echo 470.1")
     (tmp_path / "calls").unlink()
     done = bash(tmp_path, "-c", ". ./setup.sh", PATH=path)
     assert done.returncode == 1 and "NVIDIA driver 470 is too old" in done.stderr and not (tmp_path / "calls").exists()
@@ -137,8 +135,7 @@ importlib.util.find_spec = lambda name, find=importlib.util.find_spec: None if n
     *) echo "$@" >> calls ;;
 esac
 """)
-    (tmp_path / ".venv" / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0; echo GPU 1")
-    (tmp_path / ".venv" / "bin" / "nvidia-smi").chmod(0o755)
+    write_program(tmp_path / ".venv/bin/nvidia-smi", "echo GPU 0; echo GPU 1")
     done = bash(tmp_path, f"runs/{series}", NANOCHAT_NO_VENV="1", NANOCHAT_BASE_DIR=f"{tmp_path}", DEPTHS="11",
                 BUDGETS="1e18", PATH=f"{tmp_path}/.venv/bin:/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
@@ -193,8 +190,7 @@ step 00008/00009 (99.00%) | loss: 3.0 | dt: 120.00ms | tok/sec: 4,300,000 | bf16
 echo "Step 00009 | Validation bpb: 0.812345
 Minimum validation bpb: 0.800000 $*" ;; esac
 """)
-    (tmp_path / ".venv" / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0; echo GPU 1")
-    (tmp_path / ".venv" / "bin" / "nvidia-smi").chmod(0o755)
+    write_program(tmp_path / ".venv/bin/nvidia-smi", "echo GPU 0; echo GPU 1")
     done = bash(tmp_path, "runs/beside.sh", "peer", NANOCHAT_NO_VENV="1", NANOCHAT_BASE_DIR=f"{tmp_path}",
                 PATH=f"{tmp_path}/.venv/bin:/usr/bin:/bin")
     assert done.stdout.splitlines()[-2:] == [

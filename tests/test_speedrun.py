@@ -160,14 +160,17 @@ def copy_scripts(folder: Path) -> None:
         (folder / name).write_bytes((REPO / name).read_bytes())
 
 
+def write_program(path: Path, script: str) -> None:
+    """A stand-in for a program: a script of the shell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
 def write_python(folder: Path, script: str) -> None:
-    """A stand-in for the environment's Python: a script of the shell."""
-    python = folder / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True, exist_ok=True)
-    python.write_text("#!/bin/sh\n" + script)
-    python.chmod(0o755)
-    (python.parent / "torchrun").write_text('#!/bin/sh\nexec python torchrun "$@"\n')
-    (python.parent / "torchrun").chmod(0o755)
+    """A stand-in for the environment's Python."""
+    write_program(folder / ".venv/bin/python", script)
+    write_program(folder / ".venv/bin/torchrun", 'exec python torchrun "$@"')
 
 
 def bash(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -305,11 +308,9 @@ def test_setup_says_how_it_is_called_and_which_extras_there_are(tmp_path):
 def test_what_pip_says_is_shown_only_if_it_fails(tmp_path, code):
     """Where uv is missing, which it fetches."""
     copy_scripts(tmp_path)
-    (tmp_path / "bin").mkdir()
-    for name, script in (("python3", f"echo WARNING: pip >&2; mkdir -p .uv/bin; cp bin/tool .uv/bin/uv; exit {code}"),
-                         ("tool", "exit 9")):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    pip = f"echo WARNING: pip >&2; mkdir -p .uv/bin; cp bin/tool .uv/bin/uv; exit {code}"
+    write_program(tmp_path / "bin/python3", pip)
+    write_program(tmp_path / "bin/tool", "exit 9")
     done = bash(tmp_path, "-c", ". ./setup.sh", PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin")
     assert done.returncode == 1 and ("WARNING: pip" in done.stderr) == bool(code)
     assert ("error: uv is missing" in done.stderr) == bool(code) and (done.stdout == "") == bool(code)

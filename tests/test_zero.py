@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from dry_step import LiveBytes
 from ranks import device_of, run_on_ranks
 from torch import Tensor, nn
@@ -246,54 +245,6 @@ def test_matrices_begin_where_products_are_fast():
     params = dict(model.named_parameters())
     assert all(p.data_ptr() % 16 == 0 for p in params.values() if p.size(-1) % 8 == 0)
     assert sum(p.size(-1) % 8 != 0 for p in params.values()) > 8, "scalars and gates"
-
-
-def count_all_reduces(rank: int, world_size: int) -> int:
-    """In a step of four micro-steps, on two replicas of two ranks each."""
-    model, calls, all_reduce = Model(), [], dist.all_reduce
-    dist.all_reduce = lambda *args, **settings: calls.append(args) or all_reduce(*args, **settings)
-    sharding = shard_model(model, list(model.parts), CPU, torch.float32, zero_stage=2, shard_size=2)
-    for micro_step in range(4):
-        with sharding.accumulate(last=micro_step == 3):
-            loss = model({name: torch.ones(shape) for name, shape in SHAPES.items()})
-            loss.backward()
-    sharding.reduce_and_clip(loss)
-    return len(calls)
-
-
-def test_replicas_add_their_gradients_once_a_step():
-    """One all-reduce for each unit, after the last micro-step, and one for the stats: it crosses the slowest link."""
-    assert run_on_ranks(4, count_all_reduces) == [len(Model().parts) + 1] * 4
-
-
-def timeline(rank: int, world_size: int, stage: int) -> list[str]:
-    """What happens in which order on rank 0: the backward pass of each unit, and each collective that starts."""
-    model, events = Model(), []
-    sharding = shard_model(model, list(model.parts), CPU, torch.float32, stage)
-    send = sharding.send
-    sharding.send = lambda bucket: (events.append(f"send {sharding.buckets.index(bucket)}"), send(bucket))
-    for i, unit in enumerate(model.parts):
-        unit.register_full_backward_pre_hook(lambda *_, i=i: events.append(f"backward {i}"))
-    for micro_step in range(2):
-        with sharding.accumulate(last=micro_step == 1):
-            total = torch.ones((), requires_grad=True)
-            for unit in model.parts:  # a chain, so that the backward pass goes from the last to the first
-                total = total + unit({name: torch.ones(p.shape) for name, p in unit.named_parameters()})
-            total.backward()
-        events.append("micro-step")
-    return events
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_leave_while_the_backward_pass_runs(stage):
-    """On stages 0 and 1 nothing is sent before the last micro-step; then every unit's as soon as they are there."""
-    events = run_on_ranks(2, timeline, stage)[0]
-    first, last = events[: events.index("micro-step")], events[events.index("micro-step") + 1 : -1]
-    assert any("send" in event for event in first) == (stage == 2)
-    for part in (first, last) if stage == 2 else (last,):
-        assert sorted(event for event in part if "send" in event) == [f"send {i}" for i in range(5)]
-        before_the_end = part[: max(i for i, event in enumerate(part) if "backward" in event)]
-        assert sum("send" in event for event in before_the_end) >= 3, part
 
 
 def peaks_at_the_start(rank: int, world_size: int, config, dtype: torch.dtype) -> list[int]:
