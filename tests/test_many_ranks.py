@@ -230,6 +230,8 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(tmp_path, undisturbed):
 
 def evaluate_until_stopped(rank: int, world_size: int, args: list[str]) -> tuple[str, int]:
     """What is printed, and how many batches are evaluated; in the third of them rank 0 gets SIGTERM."""
+    from nanochat.model.gpt import GPT
+
     forward, calls = GPT.forward, itertools.count()
 
     def counted(*args, **settings):
