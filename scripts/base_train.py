@@ -64,15 +64,13 @@ from functools import partial
 
 import torch
 
-from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.learn_tokenizer import ensure_tokenizer
-from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.corpus.tinyworld import entropy_floor, sample_prompts
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader
+from nanochat.data.embedded import ensure_dataset, ensure_tokenizer
 from nanochat.data.shard_reader import data_shares
 from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
-from nanochat.eval.loss_eval import evaluate_split, print_samples
+from nanochat.eval.eval_bundle import why_no_bundle
+from nanochat.eval.loss_eval import entropy_floor, evaluate_split, print_samples, sample_prompts
 from nanochat.model.fp8 import fp8_pays, use_fp8
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import config_from_depth
@@ -178,7 +176,7 @@ if meta:
 shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_rank, pipeline.dp_ranks, device)
 train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=total_batch_size // max_seq_len,
                                seed=seed, state=meta["data_state"] if meta else None)
-floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy; None if it is unknown
+floor = entropy_floor(data_sets[0])  # of the held-out text; None if it is unknown
 inputs, targets, cu_seqlens, data_state = next(train_loader)  # data_state: where their step begins in the data
 
 session = Session(start.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,

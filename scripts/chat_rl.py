@@ -72,10 +72,11 @@ from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.collectives import all_reduce_sum, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
+from nanochat.training.finetuning import load_training, require_same_data
 from nanochat.training.records import read_metrics
 from nanochat.training.rollouts import rollout_stats, sample_rollouts
 from nanochat.training.session import Session
-from nanochat.training.starting import find_start, load_training, require_same_data
+from nanochat.training.starting import find_start
 
 # ---- Setup: the model of the previous stage, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)

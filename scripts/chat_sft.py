@@ -47,7 +47,8 @@ resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpo
 config = configure(globals())
 
 # ---- Tasks: a mistyped one, or a file that is missing, is answered here, before torch is imported
-from nanochat.tasks import describe_validation, make_mixture, task_names, without_parts
+from nanochat.data.task import task_names
+from nanochat.tasks import describe_validation, make_mixture, without_parts
 
 train_mixture = make_mixture(tasks, "train", seed)
 val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
@@ -70,8 +71,9 @@ from nanochat.runtime.distributed import set_up
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import Mixture
 from nanochat.training.checkpoint import tasks_of
+from nanochat.training.finetuning import choose_epochs_and_rate, load_training, plan_steps, row_length
 from nanochat.training.session import Session
-from nanochat.training.starting import choose_epochs_and_rate, find_start, load_training, plan_steps, row_length
+from nanochat.training.starting import find_start
 
 EVAL_STEPS = 100  # steps' worth of conversations in a validation
 

@@ -60,8 +60,9 @@ from nanochat.eval.task_eval import sample_answers
 from nanochat.optim.recipe import Recipe
 from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.distributed import set_up
+from nanochat.training.finetuning import load_training, plan_steps, row_length
 from nanochat.training.session import Session
-from nanochat.training.starting import find_start, load_training, plan_steps, row_length
+from nanochat.training.starting import find_start
 
 # ---- Setup: the base model, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)

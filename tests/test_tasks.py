@@ -28,7 +28,7 @@ from nanochat.inference.tools import Tools
 from nanochat.library.make_library import make_library
 from nanochat.library.retrieval import Library
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import Mixture, describe_validation, make_mixture, make_task, without_parts
+from nanochat.tasks import TASKS, Mixture, describe_validation, make_mixture, make_task, maker_of, without_parts
 from nanochat.tasks import world_questions as world
 from nanochat.tasks.common import last_number, read_texts, single_turn
 from nanochat.tasks.examples import OF_PYTHON, example_questions
@@ -585,12 +585,25 @@ def test_specs(tmp_path):
 @pytest.mark.parametrize("spec, problem", [
     ("arithmetic*0", "NAME"), ("arithmetic:brutal", "medium"), ("gsm8k:x", "no argument"), ("after:lookup", "after:"),
     ("words", "words:climbmix"), ("arithmetic[99999:]", "20,000"), ("words:tinyworld:sing", ":hand"),
-    ("spelingbee:tool", "'spellingbee'"),
+    ("spelingbee:tool", "'spellingbee'"), ("nothing", ", ".join(TASKS)),
 ])
 def test_wrong_specs(spec: str, problem: str):
     with pytest.raises(UserError) as caught:
         make_mixture(spec, "train", seed=0)
     assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_name_leads_to_what_makes_the_task(name: str):
+    maker = maker_of(name)
+    assert f"{maker.__module__}:{maker.__name__}" == f"nanochat.tasks.{TASKS[name][0]}"
+    assert list(inspect.signature(maker).parameters) == ["argument", "split"]
+
+
+def test_only_the_tasks_that_are_asked_for_are_imported():
+    code = ("import sys\nfrom nanochat.tasks import make_mixture\nmake_mixture('after:arithmetic+run', 'train', 0)\n"
+            "print(*sorted(name for name in sys.modules if name.startswith('nanochat.tasks.')))")
+    assert in_a_process(code).split() == [f"nanochat.tasks.{name}" for name in ("after", "arithmetic", "common", "run")]
 
 
 def test_hub_without_a_network():
