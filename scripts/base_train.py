@@ -84,7 +84,7 @@ from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
 from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import changed_settings, meta_of_same_model
+from nanochat.training.checkpoint import changed_settings, require_same_model
 from nanochat.training.resharding import load_training_state, stored_weights
 from nanochat.training.session import Session
 from nanochat.training.starting import continued_model, find_start
@@ -119,7 +119,9 @@ else:
     tokenizer = from_rank0(ensure_tokenizer, data_sets[0])
     bos = tokenizer.get_bos_token_id()
     model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch, bos)
-meta = meta_of_same_model(start.weights, model_config, tokenizer, data_sets[0]) if start.resumed else None
+meta = start.resumed
+if meta:
+    require_same_model(start.weights, meta, model_config, tokenizer, data_sets[0])
 depth, max_seq_len = model_config.n_layer, model_config.sequence_len
 model = model_without_memory(model_config)
 flops_per_token = model.estimate_flops()
@@ -179,7 +181,7 @@ train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=to
 floor = entropy_floor(data_sets[0])  # of the held-out text; None if it is unknown
 inputs, targets, cu_seqlens, data_state = next(train_loader)  # data_state: where their step begins in the data
 
-session = Session(start.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
+session = Session(start, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
                   rate_scales=(rate_factor, decay_factor), data=data, origin=start.origin)
 metrics = session.metrics
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
@@ -249,7 +251,7 @@ while True:
 
     # In a pipeline only the last stage has a loss.
     stats = sharding.reduce_and_clip(step_loss, loss_weight if pipeline.is_last else 0.0, grad_clip,
-                                     stop=session.stop.asked, save=session.saver.time_is_up())
+                                     session.requests())
     rates = recipe.at(step, num_iterations)  # this step's: warmup, constant, warmdown
     set_rates(optimizers, rates)
     for optimizer in optimizers:

@@ -55,7 +55,7 @@ def stats(loss: float, ok: bool = True, stops: int = 0) -> torch.Tensor:
 
 def new_metrics(folder, start_step=0, state=None) -> Metrics:
     """Of a run of four steps."""
-    metrics = Metrics(folder, "", {}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak_flops=1e9,
+    metrics = Metrics(folder, {"run": ""}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak_flops=1e9,
                       state=state)
     metrics.begin_file()  # a Session does after the first step
     return metrics

@@ -202,12 +202,11 @@ class DistMuon:
         names: list[str],
         lr: float,
         weight_decay: float = 0.0,
-        momentum: float = 0.95,
     ):
         shards = [shard for shard in sharding.shards if shard.name in names]
         self.param_groups: list[dict[str, Any]] = [{
             "shards": shards, "lr": lr, "initial_lr": lr,
-            "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": momentum,
+            "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": 0.95,
         }]
         self.dtype = sharding.dtype
         self.state = {"momentum": {shard.name: torch.zeros_like(shard.master) for shard in shards}}

@@ -90,18 +90,11 @@ class Pipeline:
     ) -> tuple[int, int]:
         """
         (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has all micro-batches in flight in
-        one micro-step. UserError for a batch that does not divide, and for fewer micro-batches than stages.
+        one micro-step. UserError as in `accumulation_steps` of recipe.py.
         """
         micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks,
                                          self.pipeline_stages)
-        if self.pipeline_stages == 1:
-            return 1, micro_steps
-        if micro_steps < self.pipeline_stages:
-            raise UserError(
-                f"total_batch_size={total_batch_size} makes {micro_steps} micro-step(s), fewer than pipeline_stages="
-                f"{self.pipeline_stages}; raise it, lower device_batch_size, or use fewer stages"
-            )
-        return micro_steps, 1
+        return (1, micro_steps) if self.pipeline_stages == 1 else (micro_steps, 1)
 
     def describe(self) -> str:
         if self.pipeline_stages == 1:

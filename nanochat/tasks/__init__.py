@@ -16,8 +16,9 @@ from nanochat.inference.tools import REFUSALS
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.tasks.common import Mixture
 
-LANGUAGES_AND_KINDS = [
-    f"{language}:{kind}".strip(":") for language in ("", *REFUSALS) for kind in ("", "unknown", "talk")]
+# Of the task notes: a language, a kind of question, or both, such as "de:talk".
+LANGUAGES_AND_KINDS = tuple(
+    f"{language}:{kind}".strip(":") for language in ("", *REFUSALS) for kind in ("", "unknown", "talk"))
 # Name -> the class, or function, that makes the task from (argument, split), as MODULE:NAME in this folder, and the
 # possible arguments. The first argument is the default; "FILE" stands for any text, and if it is first, an argument is
 # required. The modules are not imported here: a command imports only those of the tasks that it is given.
@@ -35,7 +36,7 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "run": ("run:Run", ("", "tool")),
     "lookup": ("lookup:Lookup", ("", "unknown", "talk", "FILE")),
     "search": ("lookup:Search", ("", "unknown", "FILE")),
-    "notes": ("notes:Notes", tuple(LANGUAGES_AND_KINDS)),
+    "notes": ("notes:Notes", LANGUAGES_AND_KINDS),
     "typed": ("typed:Typed", ("messages", "sums")),
     "json": ("custom_json:CustomJSON", ("FILE",)),
     "after": ("after:After", ("FILE",)),

@@ -31,7 +31,7 @@ PARTS = re.compile(r"[][]")  # splits a way to ask: before, between and after it
 
 
 class Notes(Drawn):
-    """argument: a language, a kind, or both, such as "de:talk"."""
+    """argument: one of LANGUAGES_AND_KINDS."""
     sizes = {"train": 30_000, "test": 300}
 
     def __init__(self, argument: str, split: str) -> None:

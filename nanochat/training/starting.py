@@ -18,7 +18,7 @@ from nanochat.training.checkpoint import (
     model_dir,
     read_meta,
 )
-from nanochat.training.records import describe_checkpoint, origin_of, unfinished
+from nanochat.training.records import describe_checkpoint, unfinished
 
 
 class Start(NamedTuple):
@@ -61,7 +61,8 @@ def find_start(stage: str, source: str, settings: dict, default_tag: str = "") -
         origin = from_rank0(describe_checkpoint, weights)
     if interrupted:
         meta = read_meta(interrupted)
-        began_with = origin_of(meta)
+        # Pretraining has it beside its place in the data, later stages in there.
+        began_with = meta.get("origin") or meta.get("data_state", {}).get("origin", "")
         if origin and origin != began_with:
             raise UserError(f"the run in {checkpoints} began with {began_with or 'no other model'}, and would begin "
                             f"with {origin} now; choose with --source_step, or start over with --overwrite")
