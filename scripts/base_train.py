@@ -76,7 +76,7 @@ from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
-from nanochat.optim.recipe import choose, rows_at_a_time
+from nanochat.optim.recipe import accumulation_steps, choose, rows_at_a_time
 from nanochat.optim.schedule import is_due, set_rates
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.collectives import from_rank0
@@ -141,12 +141,13 @@ model.keep_layers(pipeline.layers)  # removes the layers of other pipeline stage
 if device_batch_size == -1:
     device_batch_size = rows_at_a_time(total_batch_size // max_seq_len, pipeline.dp_ranks, 16 if large else 8,
                                        pipeline_stages)
-micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len)
+micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, pipeline.dp_ranks, pipeline_stages)
+micro_batches, grad_accum_steps = (1, micro_steps) if pipeline_stages == 1 else (micro_steps, 1)
 # The share of a step's micro-batches that have rows; the others, if the ranks do not divide the batch, have a loss of 0
 loss_weight = total_batch_size / (
     grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
-       f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
+       f"x {micro_steps} micro-step(s){pipeline.describe()}")
 if loss_weight < 1:
     print0(f"{pipeline.dp_ranks} rank(s) do not divide the batch: {1 - loss_weight:.0%} of the micro-batches are empty")
 total_tokens = num_iterations * total_batch_size

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nanochat.data.batch_shape import BatchShape, chunks, document_offsets
 from nanochat.data.best_fit import WaitingItems
+from nanochat.data.padding import on_device
 from nanochat.data.shard_reader import data_shares, dataset_dir, fingerprint, shard_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.console import print0
@@ -254,10 +255,8 @@ def document_loader(
     batches = batches_on_host(planner, shape, rows_per_step, num_rows)
     # Two steps early, because opening a shard takes longer than reading a row.
     early = 2 * len(shape.micro_steps([0] * rows_per_step))
-    pinned = shape.device.type == "cuda"
     for *tensors, step_state in prefetched(batches, early):
-        # Asynchronous only from pinned memory: otherwise the copy could read memory that is already reused.
-        inputs, targets, cu_seqlens = (tensor.to(shape.device, non_blocking=pinned) for tensor in tensors)
+        inputs, targets, cu_seqlens = (on_device(tensor, shape.device) for tensor in tensors)
         yield Batch(inputs, targets, cu_seqlens, identity | step_state)
 
 

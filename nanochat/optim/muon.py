@@ -103,11 +103,6 @@ def muon_update(
         master.addcmul_(update, lr, value=-1)
 
 
-def shape_scale(rows: int, cols: int) -> float:
-    """An orthogonal update of a tall matrix changes each of its outputs less; √(rows/cols) compensates for it."""
-    return max(1.0, rows / cols) ** 0.5
-
-
 # ---- update: momentum travels to a matrix's owner, is orthogonalized, and travels back
 
 class MatrixExchange:
@@ -252,7 +247,9 @@ class DistMuon:
             exchange.send_back(normuon(update, self.second_moments[shape], stats.ok))
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
-            lr = group["lr"] * shape_scale(*shape)
+            rows, cols = shape
+            # An orthogonal update of a tall matrix changes each of its outputs less; √(rows/cols) compensates for it.
+            lr = group["lr"] * max(1.0, rows / cols) ** 0.5
             # A decay that was chosen for a tiny horizon could flip weights' signs.
             decay = min(lr * group["weight_decay"], 1.0)
             for s in shards[shape]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from nanochat.model.gpt import GPT, Streams, model_without_memory, norm
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.recipe import accumulation_steps
 from nanochat.optim.sharding import Sharding, partition, place_in_pipeline
 from nanochat.runtime.errors import UserError
 
@@ -81,20 +80,6 @@ class Pipeline:
         self.pipeline_stage, self.dp_rank, self.dp_ranks = place_in_pipeline(rank, world_size, pipeline_stages)
         self.layers = self.layers_of_stages[self.pipeline_stage]
         self.is_last = self.pipeline_stage == pipeline_stages - 1
-
-    def accumulation_steps(
-        self,
-        total_batch_size: int,
-        device_batch_size: int,
-        max_seq_len: int,
-    ) -> tuple[int, int]:
-        """
-        (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has all micro-batches in flight in
-        one micro-step. UserError as in `accumulation_steps` of recipe.py.
-        """
-        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks,
-                                         self.pipeline_stages)
-        return (1, micro_steps) if self.pipeline_stages == 1 else (micro_steps, 1)
 
     def describe(self) -> str:
         if self.pipeline_stages == 1:

@@ -208,10 +208,10 @@ class Sharding(ABC):
             sums_of_ranks = gather_objects(sums)
             for rank, theirs in enumerate(sums_of_ranks):
                 first = rank - rank % self.dp_ranks  # of its pipeline stage
-                for name, expected in sums_of_ranks[first].items():
-                    if theirs.get(name) != expected:
-                        raise UserError(f"rank {rank} starts from other weights than rank {first} (the first is "
-                                        f"{name}); every rank must draw them from one seed, or load one checkpoint")
+                if differing := sums_of_ranks[first].items() - theirs.items():
+                    raise UserError(f"rank {rank} starts from other weights than rank {first} (such as "
+                                    f"{min(differing)[0]}); every rank must draw them from one seed, or load one "
+                                    "checkpoint")
 
     @abstractmethod
     def add_unit(self, unit: nn.Module, params: dict[str, Parameter]) -> None:
