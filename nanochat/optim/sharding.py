@@ -279,7 +279,9 @@ class Sharding(ABC):
         sums = torch.stack([loss.detach().to(exact), weight, squared])
         # Any NaN or Inf in the gradient makes its norm non-finite.
         bad = (~sums.isfinite().all()).to(exact)
-        sums = torch.cat([sums, bad[None], squared.new_tensor(requests)])  # (6,)
+        # Filled on the device, too.
+        asked = [squared.new_full((), request) for request in requests]
+        sums = torch.cat([sums, torch.stack([bad, *asked])])  # (6,)
         if self.world_size > 1:
             dist.all_reduce(sums)
         loss, weight, squared, bad, stops, saves = sums.unbind()
