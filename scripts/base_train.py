@@ -66,11 +66,11 @@ import torch
 
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader
-from nanochat.data.embedded import ensure_dataset, ensure_tokenizer
+from nanochat.data.embedded import ensure_dataset, ensure_tokenizer, entropy_floor, sample_prompts
 from nanochat.data.shard_reader import data_shares
 from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
 from nanochat.eval.eval_bundle import why_no_bundle
-from nanochat.eval.loss_eval import entropy_floor, evaluate_split, print_samples, sample_prompts
+from nanochat.eval.loss_eval import evaluate_split, print_samples
 from nanochat.model.fp8 import fp8_pays, use_fp8
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import config_from_depth

@@ -24,8 +24,8 @@ from nanochat.corpus.tinyworld import (
     facts_of,
     generate,
 )
+from nanochat.data.embedded import entropy_floor, sample_prompts
 from nanochat.data.shard_reader import dataset_dir, iter_texts
-from nanochat.eval.loss_eval import entropy_floor, sample_prompts
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from torch import Tensor
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader, validation_rows
 from nanochat.data.padding import WeightedTokens, padded_batch
-from nanochat.data.shard_reader import iter_texts, load_manifest
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import all_reduce_sum, from_rank0, rank_and_size
 from nanochat.runtime.console import print0
@@ -54,18 +53,6 @@ def evaluate_split(
     bpb = evaluate_bpb(model, loader, math.ceil(rows / shape.rows_per_micro_step), tokenizer.token_bytes())
     loader.close()
     return bpb
-
-
-def entropy_floor(data: str) -> float | None:
-    """
-    Bits per byte of a data set's validation documents under the process that made them, which no model can beat on
-    average. None if it is unknown, as for all data but tinyworld's.
-    """
-    manifest = load_manifest(data)
-    if manifest["source"] == "tinyworld" and "floor" not in manifest:
-        print0(f"the entropy of {data} is unknown, because an older version made it; scripts.dataset makes the same "
-               f"texts with it, from these settings: {manifest['settings']}")
-    return manifest.get("floor")
 
 
 def counted_nats(model, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None, bytes_of: Tensor) -> Tensor:
@@ -137,15 +124,6 @@ def collate(rows: list[WeightedTokens], indices: list[int], device: torch.device
     length = max(len(tokens) for tokens, _ in chosen) - 1
     inputs, targets, _ = padded_batch(chosen, len(chosen), length, device)
     return inputs, targets
-
-
-def sample_prompts(data: str) -> list[str]:
-    """Prompts for a model's samples: the data set's own, or beginnings of its validation documents."""
-    if prompts := load_manifest(data).get("prompts"):
-        return prompts
-    # Whole words, or ten characters of a script without blanks.
-    texts = (" ".join(text[:200].split())[:40] for text in iter_texts(data, "val"))
-    return [text.rpartition(" ")[0] or text[:10] for text in itertools.islice(filter(None, texts), 6)]
 
 
 def print_samples(model, tokenizer: Tokenizer, prompts: Iterable[str], max_tokens: int) -> list[tuple[str, str]]:
