@@ -36,7 +36,7 @@ def ensure_tokenizer(name: str) -> Tokenizer:
 def run_command(module: str, *settings: str) -> None:
     """Run one of our commands to its end. UserError if it fails; it has printed why."""
     command = ["-m", module, *settings]
-    print("not there yet: python", *command, flush=True)
+    print("making what is missing: python", *command, flush=True)
     if subprocess.run([sys.executable, *command]).returncode != 0:
         raise UserError(f"python {' '.join(command)} failed; the reason is above")
 

@@ -88,6 +88,7 @@ def problem_with(checkpoint: Path, training: bool = True) -> str | None:
         for name in names[rank::world_size]:
             if sha256(checkpoint / name) != sums[name]:
                 problem = f"{name} does not match its checksum"
+                break
     # A file is missing, or the manifest is not UTF-8 or not JSON.
     except (OSError, ValueError) as error:
         problem = f"{name} cannot be read: {first_line(error)}"
