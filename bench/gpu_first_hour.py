@@ -40,10 +40,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.harness import DOCS, one_rank_of
-from nanochat.corpus.learn_tokenizer import ensure_tokenizer
-from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import Batch, document_loader, validation_rows
+from nanochat.data.embedded import ensure_dataset, ensure_tokenizer
 from nanochat.data.tokenizer import tokenizer_dir
 from nanochat.eval.loss_eval import evaluate_split
 from nanochat.model.compile import compile_model

@@ -18,10 +18,10 @@ eval_tokens = 10485760      # [1..] tokens of each split, up to one pass over th
 core_metric_max_per_task = 500  # [-1..] items of each CORE task, whose bundle is downloaded; -1: all; 0: no CORE
 configure(globals())
 
-from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.tinyworld import entropy_floor, sample_prompts
+from nanochat.data.embedded import entropy_floor, sample_prompts
 from nanochat.data.shard_reader import data_shares, main_data
 from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
+from nanochat.eval.eval_bundle import why_no_bundle
 from nanochat.eval.loss_eval import evaluate_split, print_samples
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, compute_init

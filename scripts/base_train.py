@@ -64,21 +64,19 @@ from functools import partial
 
 import torch
 
-from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.learn_tokenizer import ensure_tokenizer
-from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.corpus.tinyworld import entropy_floor, sample_prompts
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader
+from nanochat.data.embedded import ensure_dataset, ensure_tokenizer, entropy_floor, sample_prompts
 from nanochat.data.shard_reader import data_shares
 from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
+from nanochat.eval.eval_bundle import why_no_bundle
 from nanochat.eval.loss_eval import evaluate_split, print_samples
 from nanochat.model.fp8 import fp8_pays, use_fp8
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
-from nanochat.optim.recipe import choose, rows_at_a_time
+from nanochat.optim.recipe import accumulation_steps, choose, rows_at_a_time
 from nanochat.optim.schedule import is_due, set_rates
 from nanochat.optim.zero import shard_model
 from nanochat.runtime.collectives import from_rank0
@@ -86,7 +84,7 @@ from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
 from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import changed_settings, meta_of_same_model
+from nanochat.training.checkpoint import changed_settings, require_same_model
 from nanochat.training.resharding import load_training_state, stored_weights
 from nanochat.training.session import Session
 from nanochat.training.starting import continued_model, find_start
@@ -121,7 +119,9 @@ else:
     tokenizer = from_rank0(ensure_tokenizer, data_sets[0])
     bos = tokenizer.get_bos_token_id()
     model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch, bos)
-meta = meta_of_same_model(start.weights, model_config, tokenizer, data_sets[0]) if start.resumed else None
+meta = start.resumed
+if meta:
+    require_same_model(start.weights, meta, model_config, tokenizer, data_sets[0])
 depth, max_seq_len = model_config.n_layer, model_config.sequence_len
 model = model_without_memory(model_config)
 flops_per_token = model.estimate_flops()
@@ -141,12 +141,13 @@ model.keep_layers(pipeline.layers)  # removes the layers of other pipeline stage
 if device_batch_size == -1:
     device_batch_size = rows_at_a_time(total_batch_size // max_seq_len, pipeline.dp_ranks, 16 if large else 8,
                                        pipeline_stages)
-micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len)
+micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, pipeline.dp_ranks, pipeline_stages)
+micro_batches, grad_accum_steps = (1, micro_steps) if pipeline_stages == 1 else (micro_steps, 1)
 # The share of a step's micro-batches that have rows; the others, if the ranks do not divide the batch, have a loss of 0
 loss_weight = total_batch_size / (
     grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
-       f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
+       f"x {micro_steps} micro-step(s){pipeline.describe()}")
 if loss_weight < 1:
     print0(f"{pipeline.dp_ranks} rank(s) do not divide the batch: {1 - loss_weight:.0%} of the micro-batches are empty")
 total_tokens = num_iterations * total_batch_size
@@ -178,10 +179,10 @@ if meta:
 shape = BatchShape(micro_batches * device_batch_size, max_seq_len, pipeline.dp_rank, pipeline.dp_ranks, device)
 train_loader = document_loader(data, "train", tokenizer, shape, rows_per_step=total_batch_size // max_seq_len,
                                seed=seed, state=meta["data_state"] if meta else None)
-floor = entropy_floor(data_sets[0]) if rank == 0 else None  # the text's entropy; None if it is unknown
+floor = entropy_floor(data_sets[0])  # of the held-out text; None if it is unknown
 inputs, targets, cu_seqlens, data_state = next(train_loader)  # data_state: where their step begins in the data
 
-session = Session(start.checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
+session = Session(start, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
                   rate_scales=(rate_factor, decay_factor), data=data, origin=start.origin)
 metrics = session.metrics
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
@@ -251,7 +252,7 @@ while True:
 
     # In a pipeline only the last stage has a loss.
     stats = sharding.reduce_and_clip(step_loss, loss_weight if pipeline.is_last else 0.0, grad_clip,
-                                     stop=session.stop.asked, save=session.saver.time_is_up())
+                                     session.requests())
     rates = recipe.at(step, num_iterations)  # this step's: warmup, constant, warmdown
     set_rates(optimizers, rates)
     for optimizer in optimizers:

@@ -30,6 +30,7 @@ import re
 import sys
 
 from nanochat.data.conversation import recent, render_prompt, render_text
+from nanochat.data.task import never_looks_up
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
 from nanochat.inference.fresh_tools import open_library
@@ -38,7 +39,6 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import never_looks_up
 from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
 
 HELP = """\

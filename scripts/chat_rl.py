@@ -63,7 +63,7 @@ import math
 import torch
 
 from nanochat.data.batch_shape import BatchShape, chunks
-from nanochat.data.conversation_loader import shuffled
+from nanochat.data.conversation_loader import epoch_order
 from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, sample_answers, seed_with
 from nanochat.inference.sampling import SamplingParams
@@ -72,10 +72,11 @@ from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.collectives import all_reduce_sum, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
+from nanochat.training.finetuning import load_training, require_same_data
 from nanochat.training.records import read_metrics
 from nanochat.training.rollouts import rollout_stats, sample_rollouts
 from nanochat.training.session import Session
-from nanochat.training.starting import find_start, load_training, require_same_data
+from nanochat.training.starting import find_start
 
 # ---- Setup: the model of the previous stage, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
@@ -84,7 +85,7 @@ model, tokenizer, sharding, optimizers = load_training(start, config, device, mo
 recipe = Recipe(warmdown_ratio=warmdown_ratio, adamw_warmdown_ratio=warmdown_ratio)
 
 # ---- Problems: which ones each step takes
-numbers = [number for epoch in range(num_epochs) for number in shuffled(len(problems), seed, epoch)]
+numbers = [number for epoch in range(num_epochs) for number in epoch_order(len(problems), seed, epoch)]
 steps = chunks(numbers, examples_per_step)
 num_iterations = len(steps) if num_iterations == -1 else min(num_iterations, len(steps))
 data_state = {"origin": start.origin, "task": task, "problems": len(problems), "seed": seed,
@@ -96,7 +97,7 @@ shape = BatchShape(device_batch_size, model.config.sequence_len, rank, world_siz
 # At temperature 1, from all tokens: samples of any other policy would need importance weights
 sampling = SamplingParams(max_new_tokens, temperature=1.0, top_k=0, seed=seed)
 
-session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
+session = Session(start, config, sharding, optimizers, tokenizer, num_iterations,
                   data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
 
@@ -167,8 +168,7 @@ while True:
 
     # Every rank knows all rollouts. Each gives 1/N of the count, so the sum over ranks is their number of tokens.
     sampled_tokens = sum(sum(rollout.sampled) for rollout in rollouts) / world_size
-    stats = sharding.reduce_and_clip(step_loss, sampled_tokens, stop=session.stop.asked,
-                                     save=session.saver.time_is_up())
+    stats = sharding.reduce_and_clip(step_loss, sampled_tokens, requests=session.requests())
     rewards = rollout_stats(rollouts)
     # Neither optimizer depends on the gradient's scale. Fewer answers make it noisier, so the rate is smaller.
     rates = recipe.at(step, num_iterations, scale=math.sqrt(rewards["rl/trained_on"]))

@@ -47,7 +47,8 @@ resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpo
 config = configure(globals())
 
 # ---- Tasks: a mistyped one, or a file that is missing, is answered here, before torch is imported
-from nanochat.tasks import describe_validation, make_mixture, task_names, without_parts
+from nanochat.data.task import task_names
+from nanochat.tasks import describe_validation, make_mixture, without_parts
 
 train_mixture = make_mixture(tasks, "train", seed)
 val_mixture = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
@@ -57,7 +58,7 @@ import math
 import torch
 
 from nanochat.data.batch_shape import BatchShape, chunks
-from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, shuffled
+from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, epoch_order
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import sample_answers
@@ -70,8 +71,9 @@ from nanochat.runtime.distributed import set_up
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import Mixture
 from nanochat.training.checkpoint import tasks_of
+from nanochat.training.finetuning import choose_epochs_and_rate, load_training, plan_steps, row_length
 from nanochat.training.session import Session
-from nanochat.training.starting import choose_epochs_and_rate, find_start, load_training, plan_steps, row_length
+from nanochat.training.starting import find_start
 
 EVAL_STEPS = 100  # steps' worth of conversations in a validation
 
@@ -107,7 +109,7 @@ recipe = Recipe(warmdown_ratio=warmdown_ratio, adamw_warmdown_ratio=warmdown_rat
 
 # ---- Data: a row is one padded conversation, or several if the model keeps documents apart. Only what the assistant
 # writes is learned. Every rank knows all rows, so every rank knows where the run ends
-numbers = [number for epoch in range(num_epochs) for number in shuffled(len(conversations), seed, epoch)]
+numbers = [number for epoch in range(num_epochs) for number in epoch_order(len(conversations), seed, epoch)]
 rows_at_once = min(device_batch_size, math.ceil(target_examples_per_step / world_size))
 shape = BatchShape(rows_at_once, max_seq_len, rank, world_size, device)
 steps = []  # the rows of each step
@@ -118,10 +120,10 @@ for examples in chunks(numbers, target_examples_per_step):
         steps.append([[number] for number in examples])
 num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, max_seq_len)
 held_out = RenderedConversations(val_mixture, tokenizer, max_seq_len + 1, describe_validation(val_mixture))
-held_out_numbers = shuffled(len(held_out), seed=0, epoch=0)[: EVAL_STEPS * target_examples_per_step]
+held_out_numbers = epoch_order(len(held_out), seed=0, epoch=0)[: EVAL_STEPS * target_examples_per_step]
 held_out_steps = shape.micro_steps([[number] for number in held_out_numbers])
 
-session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
+session = Session(start, config, sharding, optimizers, tokenizer, num_iterations,
                   data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
 loader = conversation_loader(conversations, steps, shape, pad=True, start_step=session.step)
@@ -165,8 +167,7 @@ while True:
         step_tokens += targets.numel() * world_size  # padding counts: all ranks pad their rows to one length
         inputs, targets, cu_seqlens = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, stop=session.stop.asked,
-                                     save=session.saver.time_is_up())
+    stats = sharding.reduce_and_clip(step_loss, step_targets, requests=session.requests())
     rates = recipe.at(step, num_iterations)
     set_rates(optimizers, rates)
     for optimizer in optimizers:

@@ -36,6 +36,7 @@ import os
 import socket
 from pathlib import Path
 
+from nanochat.data.task import never_looks_up
 from nanochat.inference.engine import Engine
 from nanochat.inference.fresh_tools import open_library
 from nanochat.runtime.console import print0
@@ -47,7 +48,6 @@ from nanochat.serve.app import create_app
 from nanochat.serve.gate import LOOPBACK
 from nanochat.serve.served_model import ServedModel
 from nanochat.serve.server import Server
-from nanochat.tasks import never_looks_up
 from nanochat.tasks.examples import example_questions
 from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
 from nanochat.training.records import STAGES, latest_checkpoint

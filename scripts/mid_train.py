@@ -54,14 +54,15 @@ import math
 import torch
 
 from nanochat.data.batch_shape import BatchShape, chunks
-from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, pack, shuffled
+from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, epoch_order, pack
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import sample_answers
 from nanochat.optim.recipe import Recipe
 from nanochat.optim.schedule import is_due, set_rates
 from nanochat.runtime.distributed import set_up
+from nanochat.training.finetuning import load_training, plan_steps, row_length
 from nanochat.training.session import Session
-from nanochat.training.starting import find_start, load_training, plan_steps, row_length
+from nanochat.training.starting import find_start
 
 # ---- Setup: the base model, or an interrupted run of this script
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
@@ -81,16 +82,16 @@ total_batch_size = config["total_batch_size"] = rows_per_step * max_seq_len
 rows_at_once = min(device_batch_size, math.ceil(rows_per_step / world_size))
 shape = BatchShape(rows_at_once, max_seq_len, rank, world_size, device)
 conversations = RenderedConversations(train_mixture, tokenizer, max_seq_len + 1)
-rows = pack(conversations.lengths.tolist(), shuffled(len(conversations), seed, epoch=0), max_seq_len + 1)
+rows = pack(conversations.lengths.tolist(), epoch_order(len(conversations), seed, epoch=0), max_seq_len + 1)
 steps = chunks(rows, rows_per_step)
 num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, max_seq_len)
 # A conversation has more than seven tokens, so these hold eval_tokens; the rest need not be rendered.
 val_conversations = val_mixture[: max(eval_tokens // 7, 1)]
 held_out = RenderedConversations(val_conversations, tokenizer, max_seq_len + 1, describe_validation(val_mixture))
-held_out_rows = pack(held_out.lengths.tolist(), shuffled(len(held_out), seed=0, epoch=0), max_seq_len + 1)
+held_out_rows = pack(held_out.lengths.tolist(), epoch_order(len(held_out), seed=0, epoch=0), max_seq_len + 1)
 held_out_steps = shape.micro_steps(held_out_rows[: max(eval_tokens // max_seq_len, 1)])
 
-session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
+session = Session(start, config, sharding, optimizers, tokenizer, num_iterations,
                   total_batch_size, data=start.meta.get("data"), data_state=data_state)
 metrics = session.metrics
 loader = conversation_loader(conversations, steps, shape, pad=False, start_step=session.step)
@@ -131,8 +132,7 @@ while True:
         step_targets += (targets >= 0).sum()
         inputs, targets, cu_seqlens = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, stop=session.stop.asked,
-                                     save=session.saver.time_is_up())
+    stats = sharding.reduce_and_clip(step_loss, step_targets, requests=session.requests())
     rates = recipe.at(step, num_iterations)
     set_rates(optimizers, rates)
     for optimizer in optimizers:

@@ -47,10 +47,10 @@ context.set_forkserver_preload([
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "pytest", "pyarrow.parquet",
     "tiktoken", "tokenizers", "safetensors.torch", "yaml", "requests", "torch.distributed.run",
     "nanochat.eval.core_eval", "nanochat.training.run_report", "nanochat.training.resharding",
-    "nanochat.eval.task_eval", "nanochat.corpus.eval_bundle", "nanochat.corpus.learn_tokenizer",
+    "nanochat.eval.task_eval", "nanochat.eval.eval_bundle", "nanochat.corpus.learn_tokenizer",
     "nanochat.corpus.make_dataset", "nanochat.training.starting", "nanochat.training.metrics",
     "nanochat.optim.optimizers", "nanochat.optim.pipeline", "nanochat.training.rollouts",
-    "nanochat.training.session", "nanochat.optim.schedule", "nanochat.tasks",
+    "nanochat.training.session", "nanochat.optim.schedule", "nanochat.tasks.notes",
     "nanochat.plan.choice", "nanochat.plan.step_trial",
 ])
 

@@ -13,8 +13,10 @@ import torch
 from conftest import ALL_PIECES, REPO, assert_same_run, losses, make_sums, run_module, warm_python
 from safetensors.torch import load_file
 
+from nanochat.corpus import sources
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
+from nanochat.data.shard_reader import load_manifest
 from nanochat.model.gpt import Block
 from nanochat.optim import recipe
 from nanochat.runtime import compiling
@@ -47,22 +49,27 @@ def trained(*args, **settings):
     return result
 
 
-SMALL_WORLD = "from nanochat.corpus import sources\nsources.TINYWORLD_BYTES = 2_000_000\n"
 RUN = "import runpy\nrunpy.run_module('scripts.base_train', run_name='__main__', alter_sys=True)"
 
 
-def test_an_empty_base_folder_is_enough(base_folder):
+def small_world() -> None:
+    sources.TINYWORLD_BYTES = 2_000_000
+
+
+def test_an_empty_base_folder_is_enough(base_folder, monkeypatch):
     """
     The first command of the script's docstring with two layers and eager (compiled runs come below): the embedded
     corpus (a twelfth of it) and a tokenizer are made first, then everything is there.
     """
     settings = ["--depth=2", "--max_seq_len=512", "--device_batch_size=1", "--total_batch_size=512",
                 "--num_iterations=20", "--eval_tokens=2048", "--compile=False"]
-    result = subprocess.run([sys.executable, "-c", SMALL_WORLD + RUN, *settings], cwd=REPO, text=True,
-                            capture_output=True, timeout=500)
+    monkeypatch.setenv("CHANGE", f"{__name__}.{small_world.__name__}")
+    result = run_module("scripts.base_train", *settings, timeout=500)
     assert result.returncode == 0, result.stderr
-    assert "making data set 'tinyworld' in" in result.stdout
-    assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
+    assert re.findall(r"(?m)^.* python -m (scripts\.\w+) --\w+=tinyworld", result.stdout) == [
+        "scripts.dataset", "scripts.tok_train"]
+    manifest = load_manifest("tinyworld")
+    assert 1.9e6 < manifest["text_bytes"] < 2.1e6
     first, last = re.findall(r"(?m)^(.*)\n.*The capital of France is", result.stdout)
     assert "noise" in first and "noise" not in last, "what a beginner sees first looks broken"
     folder = base_folder / "base_checkpoints" / "d2"
@@ -70,6 +77,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
     steps = [record for record in records if "train/loss" in record]
     validations = {record["step"]: record["val/bpb"] for record in records if "val/bpb" in record}
     assert [record["step"] for record in steps] == list(range(20))
+    assert {record["val/floor"] for record in records if "val/bpb" in record} == {manifest["floor"]}
     assert set(validations) == {0, 20} and validations[20] < 0.6 * validations[0], "before the first and after the last"
     for record in steps:
         assert record["train/tok_per_sec"] == pytest.approx(512 / record["train/dt"])

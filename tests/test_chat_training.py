@@ -14,7 +14,7 @@ from ranks import run_as_main, run_on_ranks
 from safetensors.torch import load_file
 from warm_python import Job
 
-from nanochat.data.conversation_loader import shuffled
+from nanochat.data.conversation_loader import epoch_order
 from nanochat.eval.task_eval import seed_with
 from nanochat.inference import engine
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
@@ -212,7 +212,7 @@ def test_rl_step_is_the_policy_gradient(
     reward_lengths()
     model, tokenizer, _ = load_checkpoint(find_model("base", "tiny"), torch.device("cpu"))
     task = make_task(settings["task"], "train")
-    rollouts = sample_rollouts(task, shuffled(len(task), 0, 0)[:problems], model, tokenizer, 3,
+    rollouts = sample_rollouts(task, epoch_order(len(task), 0, 0)[:problems], model, tokenizer, 3,
                                seed_with(SamplingParams(6, 1.0, 0, seed=0), 0), 64)
     model, loss, trained_on = model.double(), 0.0, 0
     for number, r in enumerate(rollouts):

@@ -14,7 +14,7 @@ from nanochat.data.conversation import (
     render_parts,
     render_prompt,
 )
-from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, pack, shuffled
+from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, epoch_order, pack
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.processes import in_processes
@@ -179,7 +179,7 @@ def test_packing_loses_no_token_and_fills_rows():
     """Every conversation whole in exactly one row; rows are nearly full although nothing is cut."""
     rendered = RenderedConversations(some(2000), TOKENIZER, 129)
     assert len(rendered) == 2000
-    order = shuffled(2000, seed=3, epoch=0)
+    order = epoch_order(2000, seed=3, epoch=0)
     rows = pack(rendered.lengths.tolist(), order, 129)
     assert sorted(i for row in rows for i in row) == list(range(2000))
     lengths = list(map(rendered.row_length, rows))
@@ -205,7 +205,7 @@ def test_balanced_rows_have_each_conversation_once_and_hardly_any_padding(unit):
 def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
     """Each conversation's targets once, in the same step, for 1, 2 and 3 ranks; rows that are missing are empty."""
     rendered = RenderedConversations(some(50), TOKENIZER, 129)
-    order = shuffled(50, 0, 0)
+    order = epoch_order(50, 0, 0)
     steps = chunks([[i] for i in order] if pad else pack(rendered.lengths.tolist(), order, 129), 7)
 
     def targets_of(device_batch_size: int, world_size: int, start_step: int = 0) -> list[list[str]]:

@@ -15,11 +15,11 @@ import yaml
 from conftest import make_sums, run_module
 from ranks import run_on_ranks
 
-from nanochat.corpus import eval_bundle
-from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.eval import eval_bundle
 from nanochat.eval.core_eval import core_interval, evaluate_core, load_items, load_tasks, rows_of
+from nanochat.eval.eval_bundle import why_no_bundle
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import shard_model

@@ -60,9 +60,9 @@ def test_an_epoch_uses_every_token_once_and_every_row_begins_with_bos(source, ca
     wanted = sum(map(len, wholes))
     while sum(seen.values()) < 3 * wanted:
         row = planner.next_row()
-        assert sum(end - start + 1 for _, start, end in row) == T + 1, "every position of a row is used"
-        for tokens, start, end in row:
-            seen.update((id(tokens), position) for position in range(start, end))
+        assert sum(length for length, _, _ in row) == T + 1, "every position of a row is used"
+        for length, tokens, start in row:
+            seen.update((id(tokens), position) for position in range(start, start + length - 1))
     next(itertools.islice(loader(source, split="val"), 200, None))
     said = re.findall(r"begins again: all of it was read (\d) time", capsys.readouterr().out)
     assert said == ["1", "2", "3"][: planner.position[0]] and len(said) > 1

@@ -17,8 +17,9 @@ import pytest
 import zstandard
 
 from nanochat.corpus import sources
-from nanochat.corpus.make_dataset import ensure_dataset, make
+from nanochat.corpus.make_dataset import make
 from nanochat.data import shard_reader
+from nanochat.data.embedded import ensure_dataset
 from nanochat.library.own_files import own_documents
 from nanochat.runtime.errors import UserError
 
@@ -330,6 +331,14 @@ def test_a_data_set_takes_the_place_of_its_own_source_only(inputs, tmp_path):
 
 
 # ---- Reading
+
+def test_an_embedded_set_that_cannot_be_made_is_an_error(base_folder, capfd):
+    """As after a kill or on a full disk: the command that makes it ends with another code than 0."""
+    base_folder.write_text("not a folder")
+    with refused("python -m scripts.dataset --source=python failed"):
+        ensure_dataset("python")
+    assert str(base_folder) in capfd.readouterr().err
+
 
 def test_what_is_missing_or_damaged_is_named(inputs, base_folder):
     with refused("no data set 'mine'"):

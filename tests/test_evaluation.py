@@ -47,7 +47,7 @@ def stats(loss: float, ok: bool = True, stops: int = 0) -> torch.Tensor:
 
 def new_metrics(folder, start_step=0) -> Metrics:
     """Of a run of four steps."""
-    metrics = Metrics(folder, "", {}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak_flops=1e9)
+    metrics = Metrics(folder, {"run": ""}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak_flops=1e9)
     metrics.begin_file()  # a Session does after the first step
     return metrics
 

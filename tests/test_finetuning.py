@@ -9,7 +9,7 @@ from ranks import run_on_ranks
 
 from nanochat.data.batch_shape import BatchShape
 from nanochat.data.conversation import render, render_parts
-from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, shuffled
+from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, epoch_order
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
@@ -42,10 +42,10 @@ def one_step(
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     sharding = shard_model(model, model.units(), torch.device("cpu"), torch.float32, stage)
     conversations = RenderedConversations([conversation(i) for i in range(EXAMPLES)], TOKENIZER, 65)
-    rows = [[i] for i in shuffled(EXAMPLES, 0, 0)]
+    rows = [[i] for i in epoch_order(EXAMPLES, 0, 0)]
     shape = BatchShape(device_batch_size, 64, rank, world_size)
     if together:
-        rows = balance(conversations.lengths, shuffled(EXAMPLES, 0, 0), shape.rows_per_micro_step, 65)
+        rows = balance(conversations.lengths, epoch_order(EXAMPLES, 0, 0), shape.rows_per_micro_step, 65)
     loader = conversation_loader(conversations, [rows], shape, pad=True)
     grad_accum_steps = len(shape.micro_steps(rows))
     step_loss, step_targets = torch.zeros(()), torch.zeros(())

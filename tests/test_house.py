@@ -95,6 +95,18 @@ def test_the_floors_of_the_core_know_nothing_of_ranks():
         assert len({name for name in found if name.startswith("nanochat")}) <= 9, f"{module} needs {sorted(found)}"
 
 
+@pytest.mark.parametrize("script, carried", [
+    ("base_train", {"runtime", "model", "data", "optim", "eval", "training"}),
+    ("base_eval", {"runtime", "model", "data", "eval", "training"}),
+    ("mid_train", {"runtime", "model", "data", "optim", "library", "inference", "eval", "training", "tasks"}),
+    ("chat_cli", {"runtime", "model", "data", "library", "inference", "training"}),
+])
+def test_a_command_carries_only_rooms_that_it_uses(script, carried):
+    """A reader of the command need not know the others."""
+    found = {room_of(name) for name in reachable(f"scripts.{script}") if name.startswith("nanochat.")}
+    assert found == carried
+
+
 def test_every_package_is_installed():
     """pyproject.toml lists the folders, and files that are not Python, by hand: a new one must not be forgotten."""
     listed = (REPO / "pyproject.toml").read_text(encoding="utf-8")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from nanochat.data.conversation import Conversation
-from nanochat.data.task import reference
+from nanochat.data.task import never_looks_up, reference
 from nanochat.library.make_library import make_library
 from nanochat.library.python_docs import documentation
 from nanochat.library.retrieval import Library
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import make_task, never_looks_up
+from nanochat.tasks import make_task
 from nanochat.tasks.lookup import what_is_asked
 from nanochat.tasks.python_questions import documented, split_of_name
 

@@ -28,7 +28,7 @@ from nanochat.inference.tools import Tools
 from nanochat.library.make_library import make_library
 from nanochat.library.retrieval import Library
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import describe_validation, make_mixture, make_task, without_parts
+from nanochat.tasks import TASKS, describe_validation, make_mixture, make_task, maker_of, without_parts
 from nanochat.tasks import world_questions as world
 from nanochat.tasks.common import last_number, read_texts, single_turn
 from nanochat.tasks.examples import OF_PYTHON, example_questions
@@ -554,6 +554,19 @@ def test_specs(tmp_path):
 def test_wrong_specs(spec: str):
     with pytest.raises(UserError):
         make_mixture(spec, "train", seed=0)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_name_leads_to_what_makes_the_task(name: str):
+    maker = maker_of(name)
+    assert f"{maker.__module__}:{maker.__name__}" == f"nanochat.tasks.{TASKS[name][0]}"
+    assert list(inspect.signature(maker).parameters) == ["argument", "split"]
+
+
+def test_only_the_tasks_that_are_asked_for_are_imported():
+    code = ("import sys\nfrom nanochat.tasks import make_mixture\nmake_mixture('after:arithmetic+run', 'train', 0)\n"
+            "print(*sorted(name for name in sys.modules if name.startswith('nanochat.tasks.')))")
+    assert in_a_process(code).split() == [f"nanochat.tasks.{name}" for name in ("after", "arithmetic", "common", "run")]
 
 
 def test_hub_without_a_network():

@@ -104,7 +104,7 @@ def sharded_run(
         before = state_of(sharding, optimizers)
         muon.param_groups[0]["momentum"] = MOMENTUM[step]
         ahead.param_groups[0]["lr"] = DISTANCE[step]
-        stats = sharding.reduce_and_clip(loss_sum, share * MICRO_STEPS, grad_clip, stop=rank == 0, save=rank < 2)
+        stats = sharding.reduce_and_clip(loss_sum, share * MICRO_STEPS, grad_clip, (rank == 0, rank < 2))
         for optimizer in optimizers:
             optimizer.step(stats)
         sharding.all_gather_params()

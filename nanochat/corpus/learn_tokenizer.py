@@ -1,25 +1,16 @@
-"""Learning a tokenizer from text, and finding or making a data set's tokenizer."""
+"""Learning a tokenizer from text."""
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.data.shard_reader import OFFLINE, iter_texts
-from nanochat.data.tokenizer import (
-    FILE_NAME,
-    SPECIAL_TOKENS,
-    Tokenizer,
-    byte_alphabet,
-    get_tokenizer,
-    split_pattern,
-    tokenizer_dir,
-)
+from nanochat.data.embedded import ensure_dataset
+from nanochat.data.shard_reader import iter_texts
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer, byte_alphabet, split_pattern, tokenizer_dir
 from nanochat.runtime.progress import progress
 
 # In training a run of more than 64 letters or signs (base64, DNA, a line of dashes) is cut as well: for such a piece
 # learning costs length times number of merges, minutes for a single megabyte, and teaches nothing.
 TRAINING_PATTERN = split_pattern(letters="{0,63}", signs="{1,64}")
 
-EMBEDDED_VOCAB_SIZE = 8192  # of a tokenizer that is made because there is none
 MAX_CHARS = 2_000_000_000   # read at most
 DOCUMENT_CHARS = 10_000     # read of each document, so one very long document does not dominate
 
@@ -50,14 +41,6 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokens = [bytes(alphabet[char] for char in token) for token in sorted(ids, key=ids.__getitem__)]
     # The first 256 are the single bytes.
     return Tokenizer(tokens[256:])
-
-
-def ensure_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a data source; for the embedded sources it is trained now if it is not there yet."""
-    if name in OFFLINE and not (tokenizer_dir(name) / FILE_NAME).is_file():
-        print(f"no tokenizer for {name!r} yet, training one in {tokenizer_dir(name)}")
-        return train_tokenizer(name, EMBEDDED_VOCAB_SIZE)
-    return get_tokenizer(name)
 
 
 def training_texts(data: str) -> Iterator[str]:

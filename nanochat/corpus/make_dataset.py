@@ -13,11 +13,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.shards import build
-from nanochat.data.shard_reader import NAMED, OFFLINE, REMOTE, data_shares, dataset_dir, load_manifest, shard_texts
+from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
+from nanochat.data.shard_reader import NAMED, REMOTE, dataset_dir, load_manifest, shard_texts
 from nanochat.library.own_files import DATA_FILE, own_documents, own_path
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
@@ -75,11 +77,11 @@ def make_from_text(name: str, settings: dict) -> dict:
     with write_folder_aside(dataset_dir(name)) as aside:
         read = progress(documents, "reading", "documents")
         shards, duplicates = build(aside, read, seed, shard_bytes, max_shards)
-        more = {}
+        more: dict[str, Any] = {}
         if source == "tinyworld":
-            # The validation documents can be generated again from their indices, to count their entropy.
             index_of = {text: index for index, (text, _) in enumerate(documents)}
-            more["val_indices"] = [index_of[text] for text in shard_texts(aside / shards[-1]["file"])]
+            held_out = [index_of[text] for text in shard_texts(aside / shards[-1]["file"])]
+            more = {"floor": entropy_floor(seed, held_out), "prompts": list(PROMPTS)}
         return write_manifest(aside, name, settings, shards, duplicates, **more)
 
 
@@ -120,14 +122,3 @@ def check_name(name: str, source: str) -> None:
     if there != source:
         raise UserError(f"data set {name!r} belongs to {there!r}; choose another name for {source!r} with --name=…, "
                         f"or delete {dataset_dir(name)}")
-
-
-def ensure_dataset(data: str) -> None:
-    """
-    Make `tinyworld` or `python` if it is not there; any other data set must be there, see `load_manifest`. data: as
-    `data_shares` takes it.
-    """
-    for name in data_shares(data):
-        if name in OFFLINE and not (dataset_dir(name) / "manifest.json").exists():
-            make(name)
-        load_manifest(name)

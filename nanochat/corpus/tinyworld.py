@@ -16,10 +16,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import islice
 from typing import NamedTuple
 
-from nanochat.data.shard_reader import iter_texts, load_manifest
 from nanochat.data.stable_random import StableRandom
 from nanochat.runtime.files import read_toml
 
@@ -229,24 +227,7 @@ def generate(seed: int, index: int) -> Document:
 
 # ---- The entropy of a data set --------------------------------------------------------------------------------------
 
-def entropy_floor(data: str) -> float | None:
-    """
-    Bits per byte of a data set's validation documents under the process that made them. None if the data set has
-    another source, or if another version of this module made it.
-    """
-    manifest = load_manifest(data)
-    if manifest["source"] != "tinyworld":
-        return None
-    documents = [generate(manifest["seed"], index) for index in manifest["val_indices"]]
-    if [document.text for document in documents] != list(iter_texts(data, "val")):
-        return None
+def entropy_floor(seed: int, indices: list[int]) -> float:
+    """Bits per byte of these documents under the process that makes them: no model can be better on average."""
+    documents = [generate(seed, index) for index in indices]
     return sum(made.bits for made in documents) / sum(len(made.text.encode()) for made in documents)
-
-
-def sample_prompts(data: str) -> list[str]:
-    """Prompts for a model's samples: the embedded world's, or beginnings of another data set's held-out texts."""
-    if load_manifest(data)["source"] == "tinyworld":
-        return list(PROMPTS)
-    # Whole words, or ten characters of a script without blanks.
-    texts = (" ".join(text[:200].split())[:40] for text in iter_texts(data, "val"))
-    return [text.rpartition(" ")[0] or text[:10] for text in islice(filter(None, texts), 6)]

@@ -94,7 +94,7 @@ class RenderedConversations:
         return self.ids[where], self.masks[where]
 
 
-def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     """The numbers of `count` conversations in the order of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(count).tolist()
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nanochat.data.batch_shape import BatchShape, chunks, document_offsets
 from nanochat.data.best_fit import WaitingItems
+from nanochat.data.padding import on_device
 from nanochat.data.shard_reader import data_shares, dataset_dir, fingerprint, shard_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.console import print0
@@ -34,16 +35,11 @@ ENCODE_BATCH = 1024  # documents that the tokenizer's threads get at a time
 OPEN_SHARDS = 64
 NPY_HEADER = 128  # bytes that np.save writes before a one-dimensional array
 
-# A document or a part of one, [start, end) of a shard's tokens: (number of the shard, start, end), or in a row
-# (tokens of the shard, start, end), where <|bos|> precedes it. Plain tuples: a NamedTuple made the loader a quarter
-# slower (CPU time of 32 rows of 2,048 tokens).
+# A document or a part of one: (tokens that it takes in a row, which are <|bos|> and its own; number of the shard; where
+# its own begin in the shard), and in a row (tokens that it takes, tokens of the shard, where its own begin). Plain
+# tuples: a NamedTuple made the loader a quarter slower (CPU time of 32 rows of 2,048 tokens).
 Waiting = tuple[int, int, int]
-Span = tuple[np.ndarray, int, int]
-
-
-def with_bos(start: int, end: int) -> int:
-    """Tokens that a span takes in a row: <|bos|> comes before it."""
-    return end - start + 1
+Span = tuple[int, np.ndarray, int]
 
 
 class Batch(NamedTuple):
@@ -123,11 +119,12 @@ class RowPlanner:
         self.ordinal = state["ordinal"]  # number of spans that have waited so far
         self.waiting = WaitingItems()
         for ordinal, shard, start, end in state["buffer"]:
-            self.waiting.add(ordinal, (with_bos(start, end), shard, start, end))
+            self.waiting.add(ordinal, (end - start + 1, shard, start))
 
     def state(self) -> dict:
         """Everything that future rows depend on, as JSON."""
-        buffer = [(ordinal, *span) for ordinal, (_, *span) in self.waiting.items.items()]
+        buffer = [(ordinal, shard, start, start + length - 1)
+                  for ordinal, (length, shard, start) in self.waiting.items.items()]
         return dict(zip(self.POSITION, self.position)) | {"ordinal": self.ordinal, "buffer": buffer}
 
     def documents(self, epoch: int, first_shard: int, first_document: int, epoch_tokens: int) -> Iterator[Waiting]:
@@ -142,12 +139,12 @@ class RowPlanner:
                 # Lists, in reading order: numbers are read one at a time, which is slow with arrays.
                 documents = self.permutation(len(offsets) - 1, epoch, shard)[first_document:]
                 starts = (offsets[documents] + 1).tolist()
-                ends = offsets[1:][documents].tolist()
-                for document_position, (start, end) in enumerate(zip(starts, ends), first_document + 1):
-                    if end > start:
-                        epoch_tokens += with_bos(start, end)
+                lengths = np.diff(offsets)[documents].tolist()
+                for document_position, (length, start) in enumerate(zip(lengths, starts), first_document + 1):
+                    if length > 1:
+                        epoch_tokens += length
                         self.position = epoch, shard_position, document_position, epoch_tokens
-                        yield shard, start, end
+                        yield length, shard, start
                 first_document = 0
             # Without this check an empty corpus would be read for ever, and a small one would repeat within a row.
             if epoch_tokens < self.row_len:
@@ -162,8 +159,8 @@ class RowPlanner:
     def permutation(self, size: int, *key: int) -> np.ndarray:
         return np.random.default_rng([self.seed, *key]).permutation(size)
 
-    def enqueue(self, shard: int, start: int, end: int) -> None:
-        self.waiting.add(self.ordinal, (with_bos(start, end), shard, start, end))
+    def enqueue(self, item: Waiting) -> None:
+        self.waiting.add(self.ordinal, item)
         self.ordinal += 1
 
     def next_row(self) -> list[Span]:
@@ -171,17 +168,17 @@ class RowPlanner:
         space = self.row_len
         while space:
             while len(self.waiting.items) < self.capacity:
-                self.enqueue(*next(self.upcoming))
+                self.enqueue(next(self.upcoming))
             if row:
-                length, shard, start, end = self.waiting.take_longest(space) or self.waiting.take_longest()
+                length, shard, start = self.waiting.take_longest(space) or self.waiting.take_longest()
             else:
-                length, shard, start, end = self.waiting.take_oldest()
+                length, shard, start = self.waiting.take_oldest()
             if length > space:
-                cut = end - (length - space)
-                self.enqueue(shard, cut, end)
-                end, length = cut, space
+                # The head takes `space` tokens; before the tail there is another <|bos|>.
+                self.enqueue((length - space + 1, shard, start + space - 1))
+                length = space
             tokens, _ = self.shards.load(shard)
-            row.append((tokens, start, end))
+            row.append((length, tokens, start))
             space -= length
         return row
 
@@ -258,10 +255,8 @@ def document_loader(
     batches = batches_on_host(planner, shape, rows_per_step, num_rows)
     # Two steps early, because opening a shard takes longer than reading a row.
     early = 2 * len(shape.micro_steps([0] * rows_per_step))
-    pinned = shape.device.type == "cuda"
     for *tensors, step_state in prefetched(batches, early):
-        # Asynchronous only from pinned memory: otherwise the copy could read memory that is already reused.
-        inputs, targets, cu_seqlens = (tensor.to(shape.device, non_blocking=pinned) for tensor in tensors)
+        inputs, targets, cu_seqlens = (on_device(tensor, shape.device) for tensor in tensors)
         yield Batch(inputs, targets, cu_seqlens, identity | step_state)
 
 
@@ -276,15 +271,15 @@ def batches_on_host(planner: Planner, shape: BatchShape, rows_per_step: int, num
             tokens = torch.zeros(shape.device_batch_size, shape.max_seq_len + 1, dtype=torch.int64)
             for line, row in zip(tokens.numpy(), own):
                 parts = []
-                for shard, start, end in row:
+                for length, shard, start in row:
                     # A shard's first token is <|bos|>.
-                    parts += [shard[:1], shard[start:end]]
+                    parts += [shard[:1], shard[start : start + length - 1]]
                 np.concatenate(parts, out=line, casting="unsafe")
             inputs = tokens[:, :-1].contiguous()
             # A clone, because with a single row a view would share memory with the inputs.
             targets = tokens[:, 1:].clone()
             targets[len(own) :] = -1
-            lengths = [[with_bos(start, end) for _, start, end in row] for row in own]
+            lengths = [[length for length, _, _ in row] for row in own]
             cu_seqlens = document_offsets(lengths, shape.device_batch_size, shape.max_seq_len)
             if shape.device.type == "cuda":
                 inputs, targets, cu_seqlens = (tensor.pin_memory() for tensor in (inputs, targets, cu_seqlens))

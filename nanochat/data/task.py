@@ -5,6 +5,7 @@ A task: a sequence of conversations with a judge. The tasks themselves are in na
     task[:100]             # the first hundred, again a task
     task.evaluate(conversation, "The answer is 36.")
 """
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -72,3 +73,22 @@ class Slice(Task):
 def reference(conversation: Conversation) -> str:
     """The text of the last message without tools: `evaluate` must accept it."""
     return text_of(conversation["messages"][-1]["content"])
+
+
+# ---- Names of tasks, for commands that need no task itself
+
+LOOKING_UP = {"lookup", "search", "notes"}  # tasks that teach a model to use a library
+
+
+def task_names(specs: str) -> set[str]:
+    """The names in several specs, without arguments and parts."""
+    return {re.split(r"[:\[*]", spec.strip())[0] for spec in specs.split(",")}
+
+
+def never_looks_up(specs: str, library: str | None) -> str:
+    """A warning if a model is given a library, but no task that it was trained on teaches it to look things up."""
+    if library is None or task_names(specs) & LOOKING_UP:
+        return ""
+    return (f"warning: this model was never taught to look things up: no lookup or search among its tasks "
+            f"({specs or 'none are known'}); unless your own conversations do it, train with "
+            f'--tasks="lookup, search, lookup:{library}, search:{library}, …"')

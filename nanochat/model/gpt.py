@@ -151,10 +151,6 @@ class Embedding(nn.Embedding):
         return self.lookup(tokens, self.weight)
 
 
-class ValueEmbedding(Embedding):
-    """A block's own vector for each token, which its attention adds to the values."""
-
-
 class TokenEmbedding(Embedding):
     """The embedding of the tokens, normalized. Smear: nanochat, modded-nanogpt, 2025."""
 
@@ -276,7 +272,7 @@ class Block(nn.Module):
         # is that of the weights in checkpoints.
         self.values = None
         if self.attn.value_gate:
-            self.values = ValueEmbedding(config.padded_vocab_size, config.n_kv_head * config.head_dim)
+            self.values = Embedding(config.padded_vocab_size, config.n_kv_head * config.head_dim)
         # Factors of shape (1,): kernels read them on the device, and fully_shard takes no 0-dimensional tensors.
         self.residual_scale = None
         if config.stream_scales:

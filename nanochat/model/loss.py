@@ -67,7 +67,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         vocab_size: int,
         softcap: float | None,
-        head_products: type = HeadProducts,
+        head_products: type,
     ) -> Tensor:
         multiply = head_products(head)
         real = real_columns(head, vocab_size)

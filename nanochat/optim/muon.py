@@ -103,11 +103,6 @@ def muon_update(
         master.addcmul_(update, lr, value=-1)
 
 
-def shape_scale(rows: int, cols: int) -> float:
-    """An orthogonal update of a tall matrix changes each of its outputs less; √(rows/cols) compensates for it."""
-    return max(1.0, rows / cols) ** 0.5
-
-
 # ---- update: momentum travels to a matrix's owner, is orthogonalized, and travels back
 
 class MatrixExchange:
@@ -202,12 +197,11 @@ class DistMuon:
         names: list[str],
         lr: float,
         weight_decay: float = 0.0,
-        momentum: float = 0.95,
     ):
         shards = [shard for shard in sharding.shards if shard.name in names]
         self.param_groups: list[dict[str, Any]] = [{
             "shards": shards, "lr": lr, "initial_lr": lr,
-            "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": momentum,
+            "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": 0.95,
         }]
         self.dtype = sharding.dtype
         self.state = {"momentum": {shard.name: torch.zeros_like(shard.master) for shard in shards}}
@@ -253,7 +247,9 @@ class DistMuon:
             exchange.send_back(normuon(update, self.second_moments[shape], stats.ok))
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
-            lr = group["lr"] * shape_scale(*shape)
+            rows, cols = shape
+            # An orthogonal update of a tall matrix changes each of its outputs less; √(rows/cols) compensates for it.
+            lr = group["lr"] * max(1.0, rows / cols) ** 0.5
             # A decay that was chosen for a tiny horizon could flip weights' signs.
             decay = min(lr * group["weight_decay"], 1.0)
             for s in shards[shape]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from nanochat.model.gpt import GPT, Streams, model_without_memory, norm
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.recipe import accumulation_steps
 from nanochat.optim.sharding import Sharding, partition, place_in_pipeline
 from nanochat.runtime.errors import UserError
 
@@ -81,27 +80,6 @@ class Pipeline:
         self.pipeline_stage, self.dp_rank, self.dp_ranks = place_in_pipeline(rank, world_size, pipeline_stages)
         self.layers = self.layers_of_stages[self.pipeline_stage]
         self.is_last = self.pipeline_stage == pipeline_stages - 1
-
-    def accumulation_steps(
-        self,
-        total_batch_size: int,
-        device_batch_size: int,
-        max_seq_len: int,
-    ) -> tuple[int, int]:
-        """
-        (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has all micro-batches in flight in
-        one micro-step. UserError for a batch that does not divide, and for fewer micro-batches than stages.
-        """
-        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks,
-                                         self.pipeline_stages)
-        if self.pipeline_stages == 1:
-            return 1, micro_steps
-        if micro_steps < self.pipeline_stages:
-            raise UserError(
-                f"total_batch_size={total_batch_size} makes {micro_steps} micro-step(s), fewer than pipeline_stages="
-                f"{self.pipeline_stages}; raise it, lower device_batch_size, or use fewer stages"
-            )
-        return micro_steps, 1
 
     def describe(self) -> str:
         if self.pipeline_stages == 1:

@@ -200,14 +200,15 @@ def accumulation_steps(
 ) -> int:
     """
     Micro-steps per optimizer step on each rank. If the ranks do not divide the micro-batches, some ranks have no rows
-    in the last micro-step; not so in a pipeline. UserError for a batch that does not divide. ranks: pipelines, if there
-    are several stages.
+    in the last micro-step; not so in a pipeline, which needs a micro-batch for each stage. UserError for a batch that
+    does not divide, or is too small. ranks: pipelines, if there are several stages.
     """
     pipelines = ranks if pipeline_stages > 1 else 1
     unit = device_batch_size * max_seq_len * pipelines
-    if total_batch_size > 0 and total_batch_size % unit == 0:
+    least = pipeline_stages * unit
+    if total_batch_size >= least and total_batch_size % unit == 0:
         return math.ceil(total_batch_size / (device_batch_size * max_seq_len * ranks))
-    nearest = max(total_batch_size // unit, pipeline_stages) * unit
+    nearest = max(total_batch_size // unit * unit, least)
     raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {unit} = device_batch_size "
-                    f"{device_batch_size} x max_seq_len {max_seq_len} x {pipelines} pipeline(s); try "
+                    f"{device_batch_size} x max_seq_len {max_seq_len} x {pipelines} pipeline(s), from {least} on; try "
                     f"total_batch_size={nearest} or a smaller device_batch_size")

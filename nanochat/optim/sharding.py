@@ -7,7 +7,7 @@ that keeps a part of it. Every stage of ZeRO is a list of such ranges, also FSDP
 """
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
-from nanochat.runtime.collectives import gather_objects, rank_and_size, require_same
+from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.compiling import in_one_pass
 from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.distributed import SETUP_TIMEOUT, set_timeout
@@ -205,8 +205,13 @@ class Sharding(ABC):
             self.add_unit(unit, params)
             del params
         if compared:
-            require_same("starts from other weights", sums,
-                         "every rank must draw them from one seed, or load one checkpoint", self.dp_ranks)
+            sums_of_ranks = gather_objects(sums)
+            for rank, theirs in enumerate(sums_of_ranks):
+                first = rank - rank % self.dp_ranks  # of its pipeline stage
+                if differing := sums_of_ranks[first].items() - theirs.items():
+                    raise UserError(f"rank {rank} starts from other weights than rank {first} (such as "
+                                    f"{min(differing)[0]}); every rank must draw them from one seed, or load one "
+                                    "checkpoint")
 
     @abstractmethod
     def add_unit(self, unit: nn.Module, params: dict[str, Parameter]) -> None:
@@ -243,9 +248,7 @@ class Sharding(ABC):
         loss: Tensor,
         weight: Tensor | float = 1.0,
         grad_clip: float = 0.0,
-        *,
-        stop: bool = False,
-        save: bool = False,
+        requests: Sequence[bool] = (False, False),
     ) -> StepStats:
         """
         The one small collective of a step, after its last backward pass. After it every shard has its averaged
@@ -255,8 +258,8 @@ class Sharding(ABC):
         gradient is divided by Σ weight, too. With weight 1 that is the number of ranks: right if each rank
         back-propagates a mean over equally many targets. If their numbers of targets differ, back-propagate sums; the
         weight is the number of targets.
-        stop, save: whether this rank asks all to end the run, to save a checkpoint.
         grad_clip: largest norm of the averaged gradient, 0 for no limit.
+        requests: whether this rank asks all to end the run, and to save a checkpoint.
         """
         assert self.last, "each backward pass runs within accumulate(last=...), the last one of a step with last=True"
         self.last = False
@@ -276,8 +279,9 @@ class Sharding(ABC):
         sums = torch.stack([loss.detach().to(exact), weight, squared])
         # Any NaN or Inf in the gradient makes its norm non-finite.
         bad = (~sums.isfinite().all()).to(exact)
-        requests = torch.stack([bad, squared.new_full((), stop), squared.new_full((), save)])
-        sums = torch.cat([sums, requests])  # (6,)
+        # Filled on the device, too.
+        asked = [squared.new_full((), request) for request in requests]
+        sums = torch.cat([sums, torch.stack([bad, *asked])])  # (6,)
         if self.world_size > 1:
             dist.all_reduce(sums)
         loss, weight, squared, bad, stops, saves = sums.unbind()

@@ -62,20 +62,6 @@ def first_problem(problem: str | None) -> str | None:
     return next(filter(None, gather_objects(problem)), None)
 
 
-def require_same(what: str, values: dict[str, Any], advice: str, ranks: int | None = None) -> None:
-    """
-    UserError on every rank if a rank's values differ from rank 0's or, if `ranks` neighbours share them, from its first
-    neighbour's: "rank 1 {what} than rank 0 (the first is {name of the value}); {advice}". COLLECTIVE.
-    """
-    of_ranks = gather_objects(values)
-    for rank, theirs in enumerate(of_ranks):
-        first = rank // ranks * ranks if ranks else 0
-        expected = of_ranks[first]
-        for name in expected | theirs:
-            if expected.get(name) != theirs.get(name):
-                raise UserError(f"rank {rank} {what} than rank {first} (the first is {name}); {advice}")
-
-
 # ---- Tensors
 
 

@@ -7,55 +7,40 @@ Tasks by name, and mixtures of them.
 A spec is NAME or NAME:ARGUMENT; [start:stop] after it selects a part, and in a mixture *K at the end makes K passes.
 "after:lookup+arithmetic" gives the conversations of arithmetic, each after a question and answer of lookup.
 """
+import importlib
 import re
 from collections.abc import Callable
-from functools import partial
 
 from nanochat.data.task import Task
+from nanochat.inference.tools import REFUSALS
 from nanochat.runtime.errors import UserError, did_you_mean
-from nanochat.tasks.arithmetic import Arithmetic
-from nanochat.tasks.common import After, Mixture
-from nanochat.tasks.custom_json import CustomJSON
-from nanochat.tasks.hub import ARC, GSM8K, MMLU, HumanEval, SmolTalk
-from nanochat.tasks.lookup import Lookup
-from nanochat.tasks.notes import ARGUMENTS, Notes
-from nanochat.tasks.python_questions import Pydoc
-from nanochat.tasks.run import Run
-from nanochat.tasks.spellingbee import generated_words, real_words
-from nanochat.tasks.typed import Typed
-from nanochat.tasks.world_questions import TinyWorld
+from nanochat.tasks.common import Mixture
 
-
-def after(argument: str, split: str) -> Task:
-    """The task after:EARLIER+TASK."""
-    earlier, plus, task = argument.partition("+")
-    if not plus:
-        raise UserError(f"task 'after:{argument}': expected after:EARLIER+TASK, such as after:lookup+arithmetic")
-    return After(make_task(earlier, split), make_task(task, split))
-
-
-# Name -> a function that makes the task from (argument, split), and the possible arguments. The first argument is the
-# default; "FILE" stands for any text, and if it is first, an argument is required.
-TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...]]] = {
-    "smoltalk": (SmolTalk, ("",)),
-    "mmlu": (MMLU, ("",)),
-    "arc": (ARC, ("ARC-Easy", "ARC-Challenge")),
-    "gsm8k": (GSM8K, ("",)),
-    "humaneval": (HumanEval, ("",)),
-    "arithmetic": (Arithmetic, ("", "easy", "medium", "hard")),
-    "spellingbee": (generated_words, ("", "spell", "tool", "hand")),
-    "words": (real_words, ("FILE",)),
-    "tinyworld": (TinyWorld, ("", "facts", "identity")),
-    "pydoc": (Pydoc, ("", "known")),
-    "run": (Run, ("", "tool")),
-    "lookup": (partial(Lookup, "lookup"), ("", "unknown", "talk", "FILE")),
-    "search": (partial(Lookup, "search"), ("", "unknown", "FILE")),
-    "notes": (Notes, ARGUMENTS),
-    "typed": (Typed, ("messages", "sums")),
-    "json": (CustomJSON, ("FILE",)),
-    "after": (after, ("FILE",)),
+# Of the task notes: a language, a kind of question, or both, such as "de:talk".
+LANGUAGES_AND_KINDS = tuple(
+    f"{language}:{kind}".strip(":") for language in ("", *REFUSALS) for kind in ("", "unknown", "talk"))
+# Name -> the class, or function, that makes the task from (argument, split), as MODULE:NAME in this folder, and the
+# possible arguments. The first argument is the default; "FILE" stands for any text, and if it is first, an argument is
+# required. The modules are not imported here: a command imports only those of the tasks that it is given.
+TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "smoltalk": ("hub:SmolTalk", ("",)),
+    "mmlu": ("hub:MMLU", ("",)),
+    "arc": ("hub:ARC", ("ARC-Easy", "ARC-Challenge")),
+    "gsm8k": ("hub:GSM8K", ("",)),
+    "humaneval": ("hub:HumanEval", ("",)),
+    "arithmetic": ("arithmetic:Arithmetic", ("", "easy", "medium", "hard")),
+    "spellingbee": ("spellingbee:generated_words", ("", "spell", "tool", "hand")),
+    "words": ("spellingbee:real_words", ("FILE",)),
+    "tinyworld": ("world_questions:TinyWorld", ("", "facts", "identity")),
+    "pydoc": ("python_questions:Pydoc", ("", "known")),
+    "run": ("run:Run", ("", "tool")),
+    "lookup": ("lookup:Lookup", ("", "unknown", "talk", "FILE")),
+    "search": ("lookup:Search", ("", "unknown", "FILE")),
+    "notes": ("notes:Notes", LANGUAGES_AND_KINDS),
+    "typed": ("typed:Typed", ("messages", "sums")),
+    "json": ("custom_json:CustomJSON", ("FILE",)),
+    "after": ("after:After", ("FILE",)),
 }
-LOOKING_UP = {"lookup", "search", "notes"}  # tasks that teach a model to use a library
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?"
                   r"(\[(?P<start>\d*):(?P<stop>\d*)\])?(\*(?P<passes>[1-9]\d*))?")
 
@@ -68,14 +53,19 @@ def make_task(spec: str, split: str) -> Task:
     fields, argument = read_spec(spec)
     if fields["passes"]:
         raise UserError(f"task {spec.strip()!r}: only a mixture can have *{fields['passes']} passes")
-    make, _ = TASKS[fields["name"]]
-    task = make(argument, split)
+    task = maker_of(fields["name"])(argument, split)
     if fields["start"] is None:
         return task
     part = task[int(fields["start"] or 0) : int(fields["stop"] or len(task))]
     if not len(part):
         raise UserError(f"task {spec.strip()!r}: nothing is left of its {len(task):,} conversations")
     return part
+
+
+def maker_of(name: str) -> Callable[[str, str], Task]:
+    """The function that makes a task from (argument, split); its module is imported now."""
+    module, _, maker = TASKS[name][0].partition(":")
+    return getattr(importlib.import_module(f"nanochat.tasks.{module}"), maker)
 
 
 def make_tasks(specs: str, split: str) -> list[Task]:
@@ -105,20 +95,6 @@ def describe_validation(mixture: Mixture) -> str:
     if not seen:
         return "held out"
     return f"validation, in training the same conversations of {', '.join(seen)}"
-
-
-def task_names(specs: str) -> set[str]:
-    """The names in several specs, without arguments and parts."""
-    return {re.split(r"[:\[*]", spec.strip())[0] for spec in specs.split(",")}
-
-
-def never_looks_up(specs: str, library: str | None) -> str:
-    """A warning if a model is given a library, but no task that it was trained on teaches it to look things up."""
-    if library is None or task_names(specs) & LOOKING_UP:
-        return ""
-    return (f"warning: this model was never taught to look things up: no lookup or search among its tasks "
-            f"({specs or 'none are known'}); unless your own conversations do it, train with "
-            f'--tasks="lookup, search, lookup:{library}, search:{library}, …"')
 
 
 def read_spec(spec: str) -> tuple[re.Match[str], str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.data.conversation import Conversation
-from nanochat.data.task import Slice, Task
+from nanochat.data.task import Task
 from nanochat.runtime.files import read_toml
 
 
@@ -39,23 +39,6 @@ class Mixture(Shuffled):
         # The task whose conversations begin at or before this position.
         number = bisect.bisect_right(self.starts, position) - 1
         return self.tasks[number][position - self.starts[number]]
-
-
-class After(Slice):
-    """
-    The conversations of a task, each after one turn of another task. A model that trains on them learns that only the
-    last question says what to do.
-    """
-
-    def __init__(self, earlier: Task, task: Task) -> None:
-        super().__init__(task, range(len(task)))
-        self.earlier = earlier
-        self.name = f"{task.name} after {earlier.name}"
-
-    def conversation(self, index: int) -> Conversation:
-        before = self.earlier[index % len(self.earlier)]["messages"][-2:]
-        last = super().conversation(index)
-        return last | {"messages": before + [message for message in last["messages"] if message["role"] != "system"]}
 
 
 def shuffled(count: int, key: str) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Questions that the page suggests: titles of a user's own notes, and held-out questions of a model's tasks."""
 from itertools import chain
 
+from nanochat.data.task import LOOKING_UP, task_names
 from nanochat.library.retrieval import Library
-from nanochat.tasks import LOOKING_UP, task_names, without_parts
+from nanochat.tasks import without_parts
 from nanochat.tasks.common import read_texts
 
 OF_PYTHON = {"lookup", "search", "pydoc"}  # ask about Python's library

@@ -51,10 +51,12 @@ WORD = re.compile(r"\w+(?:[-._/']\w+)*")
 
 
 class Lookup(Task):
-    """tool: "lookup" or "search". argument: "", "unknown", "talk", or a library's name or file."""
+    """argument: "", "unknown", "talk", or a library's name or file."""
     eval_type = "generative"
+    tool = "lookup"
 
-    def __init__(self, tool: str, argument: str, split: str) -> None:
+    def __init__(self, argument: str, split: str) -> None:
+        tool = self.tool
         self.name = f"{tool.capitalize()} {argument}".rstrip()
         self.key = f"{tool}:{argument}:{split}"
         self.kind = "talk" if argument == "talk" else tool
@@ -91,6 +93,10 @@ class Lookup(Task):
         if self.found:
             return bool(re.fullmatch(REFUSAL.format(" .{,99}"), said))
         return said in conversation["right"]
+
+
+class Search(Lookup):
+    tool = "search"
 
 
 # ---- Questions and answers

@@ -25,13 +25,12 @@ from nanochat.tasks.lookup import draw_name, draw_text, fill, looked_up, small_t
 
 LANGUAGES = tuple(REFUSALS)
 KINDS = ("", "unknown", "talk")
-ARGUMENTS = tuple(f"{language}:{kind}".strip(":") for language in ("", *LANGUAGES) for kind in KINDS)
 MARKS = " ?？.。!！¿¡"
 PARTS = re.compile(r"[][]")  # splits a way to ask: before, between and after its brackets
 
 
 class Notes(Drawn):
-    """argument: one of ARGUMENTS."""
+    """argument: one of LANGUAGES_AND_KINDS."""
     sizes = {"train": 30_000, "test": 300}
 
     def __init__(self, argument: str, split: str) -> None:

@@ -27,7 +27,7 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.collectives import first_problem, from_rank0, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import hosts_may_change, was_begun
-from nanochat.runtime.errors import UserError
+from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import base_dir, locked, recover_folder, sha256
 from nanochat.training.records import (
     MODEL_FILE,
@@ -80,25 +80,19 @@ def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     `training` the optimizers' files, which only a resumed run loads, are not read. Each rank reads a share of the
     files: hashing takes as long as reading. COLLECTIVE.
     """
-    return first_problem(problem_in_share(checkpoint, training))
-
-
-def problem_in_share(checkpoint: Path, training: bool) -> str | None:
-    """`problem_with` for this rank's share of the files; every rank reads the manifest."""
     rank, world_size = rank_and_size()
+    name, problem = "manifest.json", None
     try:
-        sums = json.loads((checkpoint / "manifest.json").read_bytes())
-    # Missing, not UTF-8, or not JSON.
-    except (OSError, ValueError):
-        return "manifest.json is missing or damaged"
-    names = [name for name in sorted(sums) if training or not name.startswith("optimizer_rank_")]
-    for name in names[rank::world_size]:
-        try:
+        sums = json.loads((checkpoint / name).read_bytes())
+        names = [name for name in sorted(sums) if training or not name.startswith("optimizer_rank_")]
+        for name in names[rank::world_size]:
             if sha256(checkpoint / name) != sums[name]:
-                return f"{name} does not match its checksum"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-    return None
+                problem = f"{name} does not match its checksum"
+                break
+    # A file is missing, or the manifest is not UTF-8 or not JSON.
+    except (OSError, ValueError) as error:
+        problem = f"{name} cannot be read: {first_line(error)}"
+    return first_problem(problem)
 
 
 def find_checkpoint(
@@ -237,9 +231,8 @@ def steps_to_resume(folder: Path, resume: str, overwrite: bool, resume_from_step
     return []
 
 
-def meta_of_same_model(checkpoint: Path, config: GPTConfig, tokenizer: Tokenizer, data: str) -> dict:
-    """The meta of the checkpoint that a run resumes from. UserError if its model or its tokenizer is not the run's."""
-    meta = read_meta(checkpoint)
+def require_same_model(checkpoint: Path, meta: dict, config: GPTConfig, tokenizer: Tokenizer, data: str) -> None:
+    """UserError if the model or the tokenizer of the checkpoint that a run resumes from (meta) is not the run's."""
     if meta["tokenizer"] != tokenizer.fingerprint:
         put_back = f"cp {checkpoint / FILE_NAME} {tokenizer_dir(data)}"
         raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; "
@@ -248,7 +241,6 @@ def meta_of_same_model(checkpoint: Path, config: GPTConfig, tokenizer: Tokenizer
     if differing := dict(vars(GPTConfig(**meta["model_config"])).items() - vars(config).items()):
         raise UserError(f"{checkpoint} does not fit this run: its model has {differing}; "
                         "say so with --depth and --arch=modern,NAME=VALUE, or choose another --model_tag")
-    return meta
 
 
 def steps_not_replaced(folder: Path) -> list[int]:

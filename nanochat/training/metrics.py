@@ -41,7 +41,7 @@ class Metrics:
     collected: a run that fails at its start leaves the log of the run before.
     """
 
-    def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
+    def __init__(self, folder: Path, config: dict, start_step: int, num_iterations: int,
                  total_batch_size: int, flops_per_token: int, peak_flops: float, state: dict | None = None):
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
@@ -62,14 +62,14 @@ class Metrics:
                             "over")
         if start_step == num_iterations:
             print0(f"nothing is left to train: the checkpoint is at step {start_step} of {num_iterations}")
-        from_rank0(self.open, start_step, run, config)
+        from_rank0(self.open, start_step, config)
 
-    def open(self, start_step: int, run: str, config: dict) -> None:
+    def open(self, start_step: int, config: dict) -> None:
         """Rank 0: read the log that a resumed run continues, and begin wandb's."""
         records = read_metrics(self.path) if self.path.exists() else []
         # Later steps will be logged again.
         self.unwritten = "".join(json.dumps(record) + "\n" for record in records if record["step"] < start_step)
-        if run:
+        if run := config["run"]:
             try:
                 import wandb  # optional, and slow to import
 

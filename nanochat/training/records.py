@@ -59,11 +59,6 @@ def unfinished(checkpoint: Path) -> str:
     return f"step {meta['step']} of {steps}" if meta["step"] < steps else ""
 
 
-def origin_of(meta: dict) -> str:
-    """`describe_checkpoint` of the other model's checkpoint that a run began with; "" if it began from nothing."""
-    return meta.get("origin") or meta.get("data_state", {}).get("origin", "")
-
-
 def describe_checkpoint(checkpoint: Path) -> str:
     """Name of a checkpoint and sum of its weights: "sft_checkpoints/d4/step_000100 (0123456789abcdef)"."""
     sums = json.loads((checkpoint / "manifest.json").read_bytes())

@@ -118,7 +118,7 @@ class CheckpointWriter:
         if by_time:
             self.by_time.append(step)
         self.began = time.monotonic()
-        text = describe(step, self.tokenizer, self.sharding.model.config, meta | {"by_time": self.by_time})
+        text = meta_text(step, self.tokenizer, self.sharding.model.config, meta | {"by_time": self.by_time})
         files = copy_to_host(self.sharding, self.optimizers)
         self.saved = step
         self.writing = self.executor.submit(self.write, step, files, text)
@@ -130,7 +130,6 @@ class CheckpointWriter:
         finally:
             if self.lock:
                 self.lock.close()
-                self.lock = None
 
     def join(self) -> None:
         """Wait for the save under way. If it has failed: UserError if the disk refused, else RuntimeError."""
@@ -208,11 +207,11 @@ def save_weights(
     target = step_dir(folder, step)
     with claim(folder), write_folder_aside(target) as aside:
         complete(aside, [write_files(aside, {MODEL_FILE: (weights, {})})], tokenizer,
-                 describe(step, tokenizer, config, meta))
+                 meta_text(step, tokenizer, config, meta))
     return target
 
 
-def describe(step: int, tokenizer: Tokenizer, config: GPTConfig, meta: dict) -> str:
+def meta_text(step: int, tokenizer: Tokenizer, config: GPTConfig, meta: dict) -> str:
     """The text of meta.json: `meta`, and what every checkpoint says. saved: in seconds, UTC."""
     meta = meta | {"step": step, "tokenizer": tokenizer.fingerprint, "model_config": vars(config),
                    "saved": time.time(), "rules": RULES}

@@ -1,7 +1,6 @@
 """What a training script does besides training, from its first step to its end: saving, logging, obeying signals."""
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.compile import compile_model
@@ -18,6 +17,7 @@ from nanochat.training.metrics import Metrics
 from nanochat.training.records import SCRIPTS
 from nanochat.training.run_report import remove_sections, settings_table, write_section
 from nanochat.training.saving import CheckpointWriter
+from nanochat.training.starting import Start
 
 
 class Session:
@@ -26,18 +26,18 @@ class Session:
     checkpoints and catches signals. What an earlier run left there stays until the first step is done (`begin_run`).
     COLLECTIVE, as are its methods.
 
-    resumed: meta of the checkpoint to resume from; None: a new run. settings: of the script.
+    settings: of the script.
     tokens_per_step: over all ranks; 0 if steps differ. meta: further JSON values for its checkpoints, such as `data`,
     the data set that the base model was trained on. step: the number of the next optimizer step.
     """
 
-    def __init__(self, checkpoints: Path, resumed: dict | None, settings: dict, sharding: Sharding, optimizers: tuple,
-                 tokenizer: Tokenizer, num_iterations: int, tokens_per_step: int = 0, **meta):
+    def __init__(self, start: Start, settings: dict, sharding: Sharding, optimizers: tuple, tokenizer: Tokenizer,
+                 num_iterations: int, tokens_per_step: int = 0, **meta):
         self.settings, self.sharding, self.num_iterations = settings, sharding, num_iterations
         self.meta = dict(meta, config=settings, num_iterations=num_iterations, total_batch_size=tokens_per_step)
-        self.stage = checkpoints.parent.name.removesuffix("_checkpoints")
+        self.stage = start.checkpoints.parent.name.removesuffix("_checkpoints")
         self.section = SCRIPTS[self.stage]  # of the report
-        before = resumed or {}
+        before = start.resumed or {}
         self.step = self.first_step = before.get("step", 0)
         if self.step < num_iterations != before.get("num_iterations", num_iterations):
             print0(f"the run has {num_iterations} steps now, it had {before['num_iterations']}: learning rates, "
@@ -49,9 +49,9 @@ class Session:
         if set_compile(settings["compile"], sharding.device.type):
             compile_model(model)
         whole = model_without_memory(model.config)  # a pipeline's stage is a part of it
-        self.saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, self.step, before.get("by_time"),
-                                      settings["keep_last"], settings["overwrite"])
-        self.metrics = Metrics(checkpoints, settings["run"], settings, self.step, num_iterations, tokens_per_step,
+        self.saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, self.step,
+                                      before.get("by_time"), settings["keep_last"], settings["overwrite"])
+        self.metrics = Metrics(start.checkpoints, settings, self.step, num_iterations, tokens_per_step,
                                whole.estimate_flops(), peak_flops(sharding.device, sharding.dtype),
                                before.get("metrics_state"))
         self.stop = StopRequest()
@@ -85,6 +85,10 @@ class Session:
         """Around code that changes no parameters: it counts for no step, and all ranks leave it if one must stop."""
         with self.metrics.paused(), self.metrics.stoppable():
             yield
+
+    def requests(self) -> tuple[bool, bool]:
+        """Whether this rank asks all ranks to stop, and to save a checkpoint; `reduce_and_clip` tells them."""
+        return self.stop.asked, self.saver.time_is_up()
 
     def end_step(self, stats: StepStats, lrm: float, tokens: int | None = None) -> None:
         """
