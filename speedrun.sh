@@ -46,13 +46,14 @@ gpus=$plan; [ -n "$plan" ] || gpus=$(python -c 'import torch; print(torch.cuda.d
 [ "$gpus" != 0 ] || { . runs/$stages.sh; exit; }
 
 # ---- What fits here, or on the planned GPUs, and ends in the hours. Eight H100s: RANKS=8 DEPTH=22 ROWS=32 FEW=4
-# RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125 RL=467 SAMPLES=256; docs/gpus.md
+# RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125 TALK=500000 RL=467 SAMPLES=256; docs/gpus.md
 python -m scripts.plan --file="$NANOCHAT_BASE_DIR/once/gpus" $choose \
     ${plan:+"--gpus=${plan%%[,x]*}" "--gpu=${plan#*[,x]}"}
 . "$NANOCHAT_BASE_DIR/once/gpus"
 tag=speedrun-d$DEPTH run="torchrun --standalone --nproc_per_node=$RANKS --max-restarts=3 -m"
 keep="--keep_last=2 --activation_checkpointing=$RECOMPUTE $wandb" go="--model_tag=$tag --resume=auto $keep"
-model="--depth=$DEPTH --target_param_data_ratio=$RATIO --device_batch_size=$ROWS --save_every=1000 $keep"
+validated=--eval_tokens=2097152
+model="--depth=$DEPTH --target_param_data_ratio=$RATIO --device_batch_size=$ROWS --save_every=1000 $validated $keep"
 [ -n "$plan" ] || { . runs/trial.sh; [ $stages = cpu ] || { . runs/$stages.sh; exit; }; }  # three such steps, first
 page=(python -m scripts.chat_web --model_tag=$tag ${folder:+--library=$library})
 [ -z "$chat" ] || [ -n "$plan" ] || { "${page[@]}" --watch & trap "kill $! 2>/dev/null || :" EXIT; }  # the run, live
@@ -63,22 +64,26 @@ once python -m scripts.library --source=python  # where the assistant will look 
 [ -z "$folder" ] || once python -m scripts.library --source="$folder" --name=$library
 once python -m scripts.tok_train --data=climbmix --vocab_size=$VOCAB
 once $run scripts.base_train --data=climbmix --model_tag=$tag --resume=auto $model
-once $run scripts.base_eval --model_tag=$tag --core_metric_max_per_task=-1  # bits per byte, and CORE's 22 tasks
-# ---- The assistant: each stage starts from the previous stage's model; held-out problems judge the result
-judge=($run scripts.chat_eval --model_tag=$tag --max_problems=-1 --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k,
+# Bits per byte, and CORE: 500 items of each of its 22 tasks, or all, which takes 2% of pretraining at depth 22.
+once $run scripts.base_eval --model_tag=$tag --core_metric_max_per_task=$((DEPTH < 22 ? 500 : -1))
+# ---- The assistant: each stage starts from the previous stage's model; held-out problems judge the result, after the
+# last stage all of them
+judge=($run scripts.chat_eval --model_tag=$tag --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k,
     humaneval, words:climbmix[:256], spellingbee[:256], tinyworld:identity, lookup, search")
-# Mid-training: turns of a conversation, tools, and multiple choice.
-once $run scripts.mid_train $go --device_batch_size=$ROWS --total_batch_size=524288 \
+# Mid-training: turns of a conversation, tools, and multiple choice. Conversations and choices are as many as suit the
+# model: this stage and the next have at most a fifth of pretraining's tokens.
+once $run scripts.mid_train $go --device_batch_size=$ROWS --total_batch_size=524288 $validated \
     --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 --save_every=200 \
-    --tasks="smoltalk, mmlu*3, gsm8k*4, words:climbmix*3, spellingbee[:20000], tinyworld:identity,
-        after:lookup+tinyworld:identity[:1000], after:lookup+gsm8k[:2000], lookup,
+    --tasks="smoltalk[:$TALK], mmlu[:$((TALK / 5))]*3, gsm8k*4, words:climbmix*3, spellingbee[:20000],
+        tinyworld:identity, after:lookup+tinyworld:identity[:1000], after:lookup+gsm8k[:2000], lookup,
         lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
-once "${judge[@]}" --source=mid
+once "${judge[@]}" --source=mid --max_problems=128
 # Supervised fine-tuning: few, good conversations, each in a row of its own as in a chat.
 once $run scripts.chat_sft $go --device_batch_size=$FEW --init_lr_frac=0.02 --save_every=200 \
     --tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:climbmix[:600], tinyworld:identity"
-once "${judge[@]}" --source=sft
-# Reinforcement learning: it tries each problem several times, and learns from the answers that are right.
+once "${judge[@]}" --source=sft --max_problems=$((RL ? 128 : -1))
+# Reinforcement learning: it tries each problem several times, and learns from the answers that are right. A model that
+# solves none of 200 problems in four samples stays as it is.
 [ $RL = 0 ] || once $run scripts.chat_rl $go --task=gsm8k --num_iterations=$RL --device_batch_size=$ROWS \
     --save_every=20 --sampling_batch_size=$SAMPLES --max_new_tokens=256 --eval_examples=200 --eval_samples=4
 [ $RL = 0 ] || once "${judge[@]}" --source=rl

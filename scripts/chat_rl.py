@@ -105,7 +105,7 @@ while True:
     step = session.step
 
     # --- checkpoint of the parameters before this step; first, because an evaluation may fail
-    session.save_if_due()
+    session.save_if_due(num_iterations=num_iterations)
     if metrics.stop_requested:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
         break
 
@@ -121,6 +121,10 @@ while True:
             metrics.log(step, {f"eval/{name}": value for name, value in passed.items()} | {"sample": samples},
                         f"held-out {held_out.name}: "
                         + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
+        # One step, which changes nothing if its problems are not solved either, so this stage has a checkpoint.
+        if step == 0 and not any(map(any, right)):
+            num_iterations = session.num_iterations = metrics.num_iterations = 1
+            print0("no sample is right, so there is nothing to reinforce: the run ends after its first step")
     if metrics.stop_requested:  # during the evaluation; all ranks have left it
         continue
     if step >= num_iterations:

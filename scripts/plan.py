@@ -13,7 +13,7 @@ gpu = ""                    # which, as in nanochat/runtime/gpus.toml: H100; per
 price: float | None = None  # [0.01..] dollars per GPU and hour; None: as guessed in nanochat/runtime/gpus.toml
 # ---- What is trained
 depth = -1                  # [-1, 1..] layers; -1: chosen. On a CPU always its model, with this many layers
-hours = 0.0                 # [0..] for all stages: the largest depth that ends, with less RL; 0: one that takes a day
+hours = 0.0                 # [0..] for all stages: the largest depth that ends, then tokens, then RL; 0: up to a day
 file = ""                   # where speedrun.sh's variables, or a CPU's seconds of each step, are kept; empty: printed
 configure(globals())
 
@@ -111,22 +111,22 @@ else:
     if here and importlib.util.find_spec("datasets") is None:
         raise UserError("the tasks need the datasets package: . ./setup.sh hub")
     if kept:
-        variables = dict(re.findall(r"(\w+)=(\w+)", kept))
+        variables = dict(re.findall(r"(\w+)=(\S+)", kept))
         if variables.get("DEPTH") not in map(str, SIZES):
             raise UserError(f"{file} has no depth of {', '.join(map(str, SIZES))}: delete it to choose again, or go on "
                             "with the version that chose it")
         print(f"the run goes on as {file} says")
         choice = Choice(int(variables["DEPTH"]), int(variables["ROWS"]), variables["RECOMPUTE"] == "True",
-                        int(variables.get("RL", RL_STEPS[0])))
+                        float(variables["RATIO"]), int(variables.get("RL", RL_STEPS[0])))
     else:
         choice = choose_size(ranks, kind, rows_that_fit, hours, depth)
     size = SIZES[choice.depth]
     if here:
-        check_disk(disk(choice.depth))
+        check_disk(disk(choice))
     # Fine-tuning puts the 32 conversations of a step into about eight rows; more rows at a time would be padding.
     line = (f"RANKS={ranks} DEPTH={choice.depth} ROWS={choice.rows} FEW={max(min(choice.rows, 8, 32 // ranks), 1)} "
-            f"RECOMPUTE={choice.recompute} VOCAB={size.vocab_size} RATIO={size.ratio:g} SHARDS={size.shards} "
-            f"RL={choice.rl_steps} SAMPLES={samples_at_once(config_of(choice.depth), ranks, kind)}")
+            f"RECOMPUTE={choice.recompute} VOCAB={size.vocab_size} RATIO={choice.ratio:g} SHARDS={choice.shards} "
+            f"TALK={choice.talk} RL={choice.rl_steps} SAMPLES={samples_at_once(config_of(choice.depth), ranks, kind)}")
     if file:
         write_text(Path(file), line + "\n")
     else:

@@ -22,7 +22,7 @@ from nanochat.inference.sampling import SamplingParams
 from nanochat.tasks import make_task
 from nanochat.tasks.arithmetic import Arithmetic
 from nanochat.training.checkpoint import find_model, load_checkpoint
-from nanochat.training.records import read_metrics
+from nanochat.training.records import read_metrics, unfinished
 from nanochat.training.rollouts import sample_rollouts
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
@@ -47,7 +47,7 @@ def run_script(rank: int, world_size: int, module: str, args: list[str]) -> str:
 def reward_lengths() -> None:
     """Rewards that a model which can do nothing gets, too: for about half of its answers."""
     def evaluate(self, conversation: dict, answer: str) -> bool:
-        return bool(len(answer) % 2)
+        return len(answer) % 2 == 0
 
     Arithmetic.evaluate = evaluate
 
@@ -231,6 +231,16 @@ def test_rl_step_is_the_policy_gradient(
     assert record["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     (off,) = (r["rl/sampler_off"] for r in records if "rl/sampler_off" in r)
     assert off == pytest.approx(0.25 if trained_on else 0, abs=1e-5), "as much as the engine was made wrong"
+
+
+def test_rl_of_a_model_that_solves_nothing_ends_with_its_weights(base):
+    """After one step, whose checkpoint is the run's end: the next commands of a recipe take it as any other."""
+    printed = run_on_ranks(2, run_script, *stage_arguments(base, "rl", source="base"))[0]
+    saved = base / "rl_checkpoints" / "tiny" / "step_000001"
+    assert "no sample is right" in printed and find_model("rl", "tiny") == saved and not unfinished(saved)
+    expected = load_file(base / "base_checkpoints" / "tiny" / "step_000002" / "model.safetensors")
+    got = load_file(saved / "model.safetensors")
+    assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("module, settings, message", [

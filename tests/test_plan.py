@@ -14,6 +14,7 @@ from page_formulas import PUBLISHED, printed_by
 
 import nanochat.plan.step_trial
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
+from nanochat.plan.choice import Choice, cost
 from nanochat.plan.memory import GIB, samples_at_once
 from nanochat.plan.step_time import step_time
 from nanochat.plan.step_trial import rows_that_train, try_steps
@@ -36,6 +37,21 @@ def test_a_step_is_not_far_below_those_that_others_published(name, depth, vocab_
     config = config_from_depth(depth, vocab_size, 2048, arch="modern")
     step = step_time(config, rows, 64 // rows, 8, datasheet_gpu("H100"), fp8=True)
     assert 0.8 * seconds < step.seconds < seconds
+
+
+def test_the_hours_of_each_stage_by_hand():
+    """
+    One H100 at depth 14, width 896: 12 * 14 * 896^2 + 32,768 * 896 = 164.2 million parameters, 8.5 tokens for each:
+    1,396 million at 389,700 a second. A fifth of that is 40 million and 217,451 conversations of 1,100. Evaluations:
+    30 million, and 3,700 answers, 32 at a time, of 150 to 256 tokens of 14.25 ms. At most training takes 1.2 as long.
+    """
+    choice = Choice(14, 32, False, 8.5, 0)
+    assert (choice.talk, choice.shards) == (217_451, 32)
+    whole = cost(choice, 1, datasheet_gpu("H100"))
+    expected = {"pretraining": (0.995, 1.194), "mid-training and SFT": (0.199, 0.239), "RL": (0, 0),
+                "evaluations": (0.090, 0.143), "downloads and compiling": (0.4, 0.4)}
+    assert {name: pytest.approx(hours, abs=1e-3) for name, hours in expected.items()} == whole.stages
+    assert (whole.least, whole.most) == pytest.approx((1.684, 1.976), abs=2e-3)
 
 
 def test_a_gpu_is_found_by_the_names_that_people_and_cuda_write():

@@ -18,7 +18,7 @@ from ranks import run_as_main
 from test_runs import problems
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.choice import RL_STEPS, SIZES, Choice, cost, cpu_seconds
+from nanochat.plan.choice import LENGTHS, SIZES, Choice, cost, cpu_seconds
 from nanochat.plan.memory import GIB
 from nanochat.plan.step_time import step_time
 from nanochat.runtime.errors import UserError
@@ -206,7 +206,7 @@ def speedrun(folder: Path, *arguments: str, code: int = 0) -> list[str]:
     return (folder / "calls").read_text().splitlines()
 
 
-ALL = "RL=467 SAMPLES=256"
+ALL = "TALK=500000 RL=467 SAMPLES=256"
 EIGHT = f"RANKS=8 DEPTH=22 ROWS=32 FEW=4 RECOMPUTE=False VOCAB=49152 RATIO=9.4 SHARDS=125 {ALL}"
 TWENTY = f"VOCAB=32768 RATIO=8 SHARDS=75 {ALL}"
 STAGES = ["base_train", "mid_train", "chat_sft", "chat_rl"]
@@ -215,9 +215,13 @@ STAGES = ["base_train", "mid_train", "chat_sft", "chat_rl"]
 def test_what_is_run_on_gpus(tmp_path):
     """Three steps of the same shapes before anything is downloaded; then all stages. A rehearsal has the same steps."""
     stand_in(tmp_path, 3, f"RANKS=2 DEPTH=20 ROWS=8 FEW=4 RECOMPUTE=True {TWENTY}")
-    stand_in(tmp_path / "short", 1, "RANKS=1 DEPTH=8 ROWS=8 FEW=8 RECOMPUTE=False VOCAB=32768 RATIO=8 SHARDS=8 RL=0")
+    stand_in(tmp_path / "short", 1, "RANKS=1 DEPTH=8 ROWS=8 FEW=8 RECOMPUTE=False VOCAB=32768 RATIO=8 SHARDS=8 "
+             "TALK=25000 RL=0")
     without_rl = "".join(speedrun(tmp_path / "short"))
-    assert "--source=sft" in without_rl and "scripts.report" in without_rl and "=rl" not in without_rl
+    assert "smoltalk[:25000], mmlu[:5000]*3, gsm8k*4" in without_rl and "_per_task=500" in without_rl
+    # The last stage is judged on all problems, the others on 128 a task.
+    assert "--source=mid --max_problems=128" in without_rl and "--source=sft --max_problems=-1" in without_rl
+    assert "scripts.report" in without_rl and "=rl" not in without_rl
     notes = [tmp_path / "nm" / name for name in ("My notes.2024", "python")]
     for folder in notes:
         folder.mkdir(parents=True)
@@ -230,6 +234,8 @@ def test_what_is_run_on_gpus(tmp_path):
         assert "--model_tag=speedrun-d20 --resume=auto" in line and "--activation_checkpointing=True" in line
         assert f"--device_batch_size={4 if script == 'chat_sft' else 8} " in line
     assert "--num_iterations=467 " in trained["chat_rl"] and "--sampling_batch_size=256 " in trained["chat_rl"]
+    judged = re.findall(r"identity, lookup, search --source=(\w+)(?: --max_problems=(\d+))?$", "\n".join(calls), re.M)
+    assert judged == [("mid", "128"), ("sft", "128"), ("rl", "")]
     shape = trained["base_train"].partition(" torchrun ")[2].replace("climbmix", "python")
     shape = shape.replace("restarts=3", "restarts=0").replace("--resume=auto", "--overwrite")
     tokens = 2 * 8 * 2048 * 2
@@ -261,7 +267,8 @@ def test_every_machine_has_the_same_steps_in_the_same_order():
         text = (REPO / name).read_text()
         commands = re.sub(r"(\s\\)?\n +", " ", text[text.index("once python -m scripts.library") :])
         steps[name] = re.findall(r"^(?:\[ \$RL = 0 \] \|\| )?once .*?(?:scripts\.(\w+)|(--source=\w+))", commands, re.M)
-        specs = ", ".join(re.findall(r'--tasks="([^"]+)"', text)).split(",")
+        cut = re.sub(r"\$TALK|\$\(\(TALK / 5\)\)", "9", text)
+        specs = ", ".join(re.findall(r'--tasks="([^"]+)"', cut)).split(",")
         assert len(specs) > 5 and all(SPEC.fullmatch(spec.strip())["name"] in TASKS for spec in specs)
         assert problems(commands, REPO) == [] and max(map(len, text.splitlines())) <= 120
     tuned = [step for step in steps["speedrun.sh"] if not {"base_eval", "chat_sft", "--source=sft"}.intersection(step)]
@@ -328,8 +335,8 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
              for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80", "1,RTX-4090,24")]
     shown, *spelled, six, one = [plan.replace("h100", "H100") for plan in plans]
     assert spelled == [shown] * 2 and not any(base_folder.iterdir())
-    for plan, words in ((shown, ("cost $58 to $69 for 8 GPU(s) at $3", "in all 2.4 to 2.9 hours ")),
-                        (six, ("cost $72 to $82 for 6 GPU(s) at $3", "2 of 6 GPUs stand idle: rent 4\n")),
+    for plan, words in ((shown, ("cost $57 to $68 for 8 GPU(s) at $3", "in all 2.4 to 2.8 hours: ")),
+                        (six, ("cost $70 to $80 for 6 GPU(s) at $3", "2 of 6 GPUs stand idle: rent 4\n")),
                         (six, ("disk 240 GiB; downloads 11 GB of text",)), (one, (" --depth=16 ", "=8 --save_every"))):
         assert [word for word in words if word not in plan] == [], plan
     assert "stand idle" not in shown and shown.count("--run=mine") == 4
@@ -348,13 +355,15 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     step, later = (1.13 * step_time(config, 32, 2, 8, gpu, fp8).seconds for fp8 in (True, False))
     assert f"{steps:,} steps of 1,048,576 tokens in 2 micro-step(s)" in shown
     hours = steps * step / 3600
-    assert f"{hours:.2f} to {1.2 / 1.13 * hours:.2f} hours, at best {2**20 / step:,.0f} tokens per second, " in shown
+    assert f": pretraining {hours:.2f} to {1.2 / 1.13 * hours:.2f}, mid-training" in shown
+    assert f"at best {2**20 / step:,.0f} tokens per second, " in shown
     # RL's hours follow from its steps: a GPU samples 32 answers of each at a time, a tenth more in evaluations. Then
-    # three times 2,800 answers, 32 at a time; 700 million tokens of other stages and what RL trains on; 0.4 hours.
-    for longest, slower, printed in (150, 1, "2.4 to "), (256, 1.2 / 1.13, " to 2.9 hours"):
-        decoded = (1.1 * 467 + 3 * 2800 / 8 / 32) * longest * 0.0224 / 3600
-        others = (7e8 + 467 * 256 * 300) / 2**20 * later / 3600
-        assert f"{slower * (hours + others) + decoded + 0.4:.1f}" in printed
+    # 2 x 900 and 2,800 answers, 32 at a time; 40 million tokens and 500,000 conversations of 1,100 of other stages, 30
+    # million of evaluations, and what RL trains on; 0.4 hours.
+    for longest, slower, printed in (150, 1, "2.4 to "), (256, 1.2 / 1.13, " to 2.8 hours: "):
+        decoded = (1.1 * 467 + 4600 / 8 / 32) * longest * 0.0224 / 3600
+        others = (4e7 + 500_000 * 1100 + 3e7 + 467 * 256 * 300) / 2**20 * later / 3600
+        assert f"{slower * (hours + others) + decoded + 0.4:.1f}" in printed and printed in shown
     assert " --depth=22 --target_param_data_ratio=9.4 --device_batch_size=32 " in shown
     assert " --num_shards=125\n" in shown and shown.count("--vocab_size=49152") == 1
 
@@ -388,7 +397,7 @@ def choose(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("machine, variables", [
     (dict(gpus=8), EIGHT),                                              # enough of everything
     (dict(gpus=1, peak=3e13, rows=lambda *_: 4),                        # slow: the smallest, however long it takes
-     f"RANKS=1 DEPTH=12 ROWS=4 FEW=4 RECOMPUTE=False VOCAB=32768 RATIO=8 SHARDS=20 {ALL}"),
+     f"RANKS=1 DEPTH=12 ROWS=4 FEW=4 RECOMPUTE=False VOCAB=32768 RATIO=8 SHARDS=20 {ALL.replace('500000', '123782')}"),
     (dict(gpus=2, peak=3e14, rows=lambda _, checkpointing: 2 * checkpointing),  # activations are computed twice
      f"RANKS=2 DEPTH=20 ROWS=2 FEW=2 RECOMPUTE=True {TWENTY}"),
     (dict(gpus=3, rows=lambda depth, _: 8 if depth < 22 else 0),        # the largest does not fit; one GPU is idle
@@ -404,19 +413,23 @@ def test_the_largest_model_that_fits_and_ends_in_a_day(choose, machine, variable
 
 
 def test_all_stages_end_in_the_hours(choose, tmp_path):
-    """On one H100: of all depths and lengths of RL the largest depth in time, then the most RL; kept later."""
+    """
+    On one H100: of all depths the largest in time, then the most tokens, 8 to 16 a parameter, then the most RL; kept
+    later. Pretraining has 35% of one hour, and 60% of two or more.
+    """
     gpu = Gpu("H100", 989e12, 989e12 / 295, 80)
-    for hours in (1, 2, 4, 8):
+    for hours, share in (1, 0.35), (2, 0.6), (4, 0.6), (8, 0.6):
         line, printed = choose(f"--hours={hours}", gpus=1)
-        end = {(depth, steps): cost(Choice(depth, 32, False, steps), 1, gpu).most
-               for depth in SIZES if depth < 22 for steps in RL_STEPS}
-        depth, steps = max(pair for pair in end if end[pair] <= hours)
-        assert f" DEPTH={depth} ROWS=32 " in line and f" RL={steps} " in line
-        assert f" to {end[depth, steps]:.1f} hours with the other stages" in printed
+        costs = {(depth, ratio, steps): cost(Choice(depth, 32, False, ratio, steps), 1, gpu)
+                 for depth in SIZES if depth < 22 for ratio, steps in LENGTHS}
+        depth, ratio, steps = best = max(found for found in costs if costs[found].most <= hours)
+        assert f" DEPTH={depth} ROWS=32 " in line and f" RATIO={ratio:g} " in line and f" RL={steps} " in line
+        assert f" to {costs[best].most:.1f} hours: pretraining " in printed
+        assert costs[best].stages["pretraining"][1] >= share * costs[best].most
         assert choose(gpus=1, peak=1e12)[0] == line
         (tmp_path / "gpus").unlink()
-    with pytest.raises(UserError, match="depth 14 takes up to 2.4 hours"):
-        choose("--hours=2", "--depth=14", gpus=1)
+    with pytest.raises(UserError, match="depth 14 takes up to 1.9 hours"):
+        choose("--hours=1.8", "--depth=14", gpus=1)
     with pytest.raises(UserError, match="depth 14 takes up to 3"):  # with activations computed twice
         choose("--hours=2.5", "--depth=14", gpus=1, rows=lambda _, checkpointing: 2 * checkpointing)
 

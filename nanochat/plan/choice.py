@@ -22,18 +22,27 @@ MAX_ROWS = 32
 # A step as it runs for an hour, against the estimate, which does not wait for other GPUs: published ones of eight H100s
 # took 1.13 to 1.20 times as long. One GPU waits for none.
 WAITING, SLOWER = 1.13, 1.2
-# Tokens of mid-training and fine-tuning, half a billion, and what evaluations read, as tokens of training that would
-# take as long: guessed, half of it CORE's. All in bfloat16: only pretraining has 8 bits.
-AFTER = 0.7e9
-# Steps of RL on gsm8k: all, or fewer if hours are short; and the answers of a step. Evaluations sample a tenth more.
+# Tokens of mid-training and fine-tuning: at most this share of pretraining's.
+AFTER = 0.2
+# Estimated: 40 million stay whole: real words 15, gsm8k 6, fine-tuning 11; tools, lookups, identity 8, counted. Each
+# conversation of smoltalk adds 1,100: its own 870, and 230 of 0.6 questions of mmlu (on the hub 3,935 and 1,612 bytes,
+# 4.5 a token). ALL_TALK: more than there are of both.
+WHOLE, TALK, ALL_TALK = 40e6, 1100, 500_000
+# Validations, bits per byte and CORE, with 500 items a task, as tokens of training that would take as long: guessed.
+# All items, at depth 22, are 90 million tokens more, 2% of pretraining; they are not counted.
+EVALUATED = 30e6
+# Answers that `judge` in speedrun.sh wants, 32 at a time on each GPU: 128 a task after a stage, all after the last.
+JUDGED, ALL_JUDGED = 900, 2800
+# Steps of RL on gsm8k: all, or fewer if hours are short.
 RL_STEPS = 467, 360, 240, 120, 0
-SAMPLED = 16 * 16
-# Answers that `judge` in speedrun.sh wants after each of three stages, 32 at a time on each GPU.
-JUDGED = 3 * 2800
+# What hours buy, the most first: tokens for each parameter, then steps of RL. A run of the next depth takes 2 to 2.6
+# times as long with as many tokens each, so a limit of 12 would leave hours that only RL can use.
+LENGTHS = [(16.0, rl_steps) for rl_steps in RL_STEPS] + [(half / 2, 0) for half in range(31, 15, -1)]
+SAMPLED = 16 * 16  # answers of a step of RL; evaluations sample a tenth more
 # Seconds for a token of 64 answers or of one, per layer: decoding waits for launches (bench.engine, one H200). For 256
 # it was not measured: counted, there are as many launches, 731 at depth 22.
 DECODING = 0.0224 / 22
-# Hours of downloads, tokenizer, compiling and starting: guessed.
+# Hours of downloads, tokenizer, compiling and starting: guessed. Text is tokenized beside training.
 FIXED = 0.4
 SHARD = 0.09e9  # bytes of a shard of about 250 million characters, compressed
 SOFTWARE = 12e9  # bytes of torch and its CUDA libraries, the tasks, compiled kernels, the rehearsal
@@ -60,19 +69,39 @@ class Choice(NamedTuple):
     depth: int
     rows: int               # at a time on each GPU
     recompute: bool         # activations: computed twice if few rows fit
+    ratio: float            # tokens of pretraining, per parameter of matrices and head
     rl_steps: int = RL_STEPS[0]  # 0: RL is left out
+
+    @property
+    def tokens(self) -> float:
+        """Of pretraining."""
+        return self.ratio * shaped(config_of(self.depth)).count_parameters("matrix", "head")
+
+    @property
+    def talk(self) -> int:
+        """Conversations of smoltalk in mid-training."""
+        return min(int((AFTER * self.tokens - WHOLE) / TALK), ALL_TALK)
+
+    @property
+    def shards(self) -> int:
+        return math.ceil(SIZES[self.depth].shards * self.ratio / 8)
 
 
 class Cost(NamedTuple):
     total_batch_size: int   # tokens of a step of pretraining
     micro_steps: int
     steps: int
-    hours: float            # of pretraining, at least
-    most_hours: float
+    stages: dict[str, tuple[float, float]]  # hours of each, at least and at most
     least: float            # hours of all stages
     most: float
     rate: float             # tokens per second of pretraining
     mfu: float
+
+    @property
+    def hours(self) -> str:
+        """Of all stages, and of each that there is."""
+        each = ", ".join(f"{name} {least:.2f} to {most:.2f}" for name, (least, most) in self.stages.items() if most)
+        return f"{self.least:.1f} to {self.most:.1f} hours: {each}"
 
     def dollars(self, gpus: int, price: float) -> str:
         """For all rented GPUs, also the idle ones; below $10 with cents. price 0: unknown."""
@@ -87,27 +116,36 @@ def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
     The cost of all stages. Training takes as long as estimated, on several GPUs at least WAITING times, and up to
     SLOWER times; the longest answer of those that are decoded together has 150 to 256 tokens.
     """
-    depth, rows, recompute, rl_steps = choice
+    depth, rows, recompute, _, rl_steps = choice
     config = config_of(depth)
-    tokens = SIZES[depth].ratio * shaped(config).count_parameters("matrix", "head")
-    total_batch_size = choose_batch_size(-1, tokens, rows * config.sequence_len * ranks)
+    total_batch_size = choose_batch_size(-1, choice.tokens, rows * config.sequence_len * ranks)
     micro_steps = accumulation_steps(total_batch_size, rows, config.sequence_len, ranks)
-    steps = max(round(tokens / total_batch_size), 1)
+    steps = round(choice.tokens / total_batch_size)
     fp8 = gpu.name in FP8_GPUS and config.n_embd >= MIN_WIDTH
-    slower = (4 / 3 if recompute else 1) * (WAITING if ranks > 1 else 1)
+    waiting = WAITING if ranks > 1 else 1
+    slower = (4 / 3 if recompute else 1) * waiting
+    # Only pretraining has 8 bits.
     step, later_step = (slower * step_time(config, rows, micro_steps, ranks, gpu, bits8).seconds
                         for bits8 in (fp8, False))
     rate = total_batch_size / step
     mfu = rate * shaped(config).estimate_flops() / (ranks * gpu.peak)
-    # RL trains on about 300 tokens of a problem and its answer.
-    later_steps = (AFTER + rl_steps * SAMPLED * 300) / total_batch_size
-    pretrained, later = steps * step / 3600, later_steps * later_step / 3600  # hours
-    batches = 1.1 * rl_steps * math.ceil(SAMPLED / ranks / samples_at_once(config, ranks, gpu)) + JUDGED / ranks / 32
-    decoded = batches * depth * DECODING / 3600  # hours for a token of each batch
-    longer = SLOWER / WAITING if ranks > 1 else SLOWER
-    least = FIXED + pretrained + later + 150 * decoded
-    most = FIXED + longer * (pretrained + later) + 256 * decoded
-    return Cost(total_batch_size, micro_steps, steps, pretrained, longer * pretrained, least, most, rate, mfu)
+    def hours(tokens: float, seconds: float = later_step, batches: float = 0) -> tuple[float, float]:
+        """Of training on these tokens, `seconds` a step, and of decoding these batches of answers."""
+        trained, decoded = tokens / total_batch_size * seconds / 3600, batches * depth * DECODING / 3600
+        return trained + 150 * decoded, SLOWER / waiting * trained + 256 * decoded
+
+    judged = (2 * JUDGED if rl_steps else JUDGED) + ALL_JUDGED
+    sampled = 1.1 * rl_steps * math.ceil(SAMPLED / ranks / samples_at_once(config, ranks, gpu))
+    stages = {
+        "pretraining": hours(choice.tokens, step),
+        "mid-training and SFT": hours(WHOLE + choice.talk * TALK),
+        # It trains on about 300 tokens of a problem and its answer.
+        "RL": hours(rl_steps * SAMPLED * 300, batches=sampled),
+        "evaluations": hours(EVALUATED, batches=judged / ranks / 32),
+        "downloads and compiling": (FIXED, FIXED),
+    }
+    least, most = map(sum, zip(*stages.values()))
+    return Cost(total_batch_size, micro_steps, steps, stages, least, most, rate, mfu)
 
 
 RowsThatFit = Callable[[int, int, bool], int]  # from the most to try, a depth, whether activations are computed twice
@@ -116,15 +154,17 @@ RowsThatFit = Callable[[int, int, bool], int]  # from the most to try, a depth, 
 def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float = 0, depth: int = -1) -> Choice:
     """
     The largest usual depth that fits and is pretrained within half a day, or the smallest however long it takes; with
-    `hours` the largest of all depths whose stages end in them, with as much of RL as then ends. `depth`: only this one.
-    UserError if none fits.
+    `hours` the largest of all depths whose stages end in them, with as many tokens, then as much of RL, as then ends.
+    `depth`: only this one. UserError if none fits.
     """
-    def with_rl(choice: Choice) -> Choice | None:
-        """The choice with as much of RL as ends in the hours, perhaps none; None if it cannot end."""
-        for rl_steps in RL_STEPS:
-            choice = choice._replace(rl_steps=rl_steps)
-            if not hours or cost(choice, ranks, gpu).most <= hours:
-                return choice
+    def in_time(choice: Choice) -> Choice | None:
+        """The choice with as many tokens and as much of RL as ends in the hours; None if it cannot end."""
+        if not hours:
+            return choice
+        for ratio, rl_steps in LENGTHS:
+            longer = choice._replace(ratio=ratio, rl_steps=rl_steps)
+            if cost(longer, ranks, gpu).most <= hours:
+                return longer
         return None
 
     # A step of mid-training has 256 rows over all ranks.
@@ -133,19 +173,19 @@ def choose_size(ranks: int, gpu: Gpu, rows_that_fit: RowsThatFit, hours: float =
     if depth > 0:
         sizes = [depth]
     for size in sizes:
-        choice = Choice(size, most, False)  # the quickest
-        is_long = not hours and size > sizes[-1] and cost(choice, ranks, gpu).hours > MAX_HOURS
-        if is_long or not with_rl(choice):
+        choice = Choice(size, most, False, SIZES[size].ratio)  # the quickest
+        is_long = cost(choice, ranks, gpu).stages["pretraining"][0] > MAX_HOURS and size > sizes[-1]
+        if is_long and not hours or not in_time(choice):
             continue
         rows = rows_that_fit(most, size, False)
         recompute = rows < 4
         if recompute:
             rows = rows_that_fit(most, size, True)
-        choice = Choice(size, rows, recompute)
-        if rows and (in_time := with_rl(choice)):
-            return in_time
+        choice = choice._replace(rows=rows, recompute=recompute)
+        if rows and (longest := in_time(choice)):
+            return longest
     if choice.rows:
-        takes = cost(choice._replace(rl_steps=0), ranks, gpu).most
+        takes = cost(choice._replace(ratio=8, rl_steps=0), ranks, gpu).most
         raise UserError(f"hours={hours:g}: depth {size} takes up to {takes:.1f} hours on {ranks} x {gpu.name}, even "
                         f"without reinforcement learning; the smallest depth is {min(SIZES)}")
     raise UserError(f"depth {size} does not fit into this GPU's memory: use more or larger GPUs, or --depth=… from "
@@ -159,15 +199,11 @@ def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> 
     text = (
         f"depth {choice.depth}: {parameters / 1e6:,.0f} million parameters; {whole.steps:,} steps of "
         f"{whole.total_batch_size:,} tokens in {whole.micro_steps} micro-step(s)\n"
-        f"pretraining on {ranks} x {gpu.name} of {gpu.memory:.0f} GB: {whole.hours:.2f} to "
-        f"{whole.most_hours:.2f} hours, at best {whole.rate:,.0f} tokens per second, {whole.mfu:.0%} MFU; stop a "
-        "run that shows less than half in ten steps\n"
-        f"in all {whole.least:.1f} to {whole.most:.1f} hours with the other stages, downloads and evaluations\n"
+        f"pretraining on {ranks} x {gpu.name} of {gpu.memory:.0f} GB: at best {whole.rate:,.0f} tokens per second, "
+        f"{whole.mfu:.0%} MFU; stop a run that shows less than half in ten steps\n"
+        f"in all {whole.hours}\n"
         f"cost {whole.dollars(gpus, price)} for {gpus} GPU(s) at ${price or '?'} per GPU and hour (--price=…)\n"
-        f"disk {disk(choice.depth)} GiB; downloads {SIZES[choice.depth].shards * SHARD / 1e9:.0f} GB of text, 8 of "
-        "software and tasks")
-    if choice.rl_steps < max(RL_STEPS):
-        text += f"\nthere is time for {choice.rl_steps or 'none'} of {max(RL_STEPS)} steps of reinforcement learning"
+        f"disk {disk(choice)} GiB; downloads {choice.shards * SHARD / 1e9:.0f} GB of text, 8 of software and tasks")
     if gpu.dtype == torch.float32:
         text += f"\na {gpu.name} has no bfloat16: it trains in float32, at {gpu.peak / 1e12:g} TFLOP/s"
     if ranks < gpus:
@@ -181,21 +217,19 @@ def every_depth(ranks: int, gpus: int, gpu: Gpu, price: float, rows_that_fit: Ro
     for depth in SIZES:
         with contextlib.suppress(UserError):
             whole = cost(choose_size(ranks, gpu, rows_that_fit, depth=depth), ranks, gpu)
-            text += (f"--depth={depth}: {whole.hours:.2f} to {whole.most_hours:.2f} hours of pretraining, "
-                     f"{whole.least:.1f} to {whole.most:.1f} in all, {whole.dollars(gpus, price)}\n")
+            text += f"--depth={depth}: {whole.dollars(gpus, price)}, {whole.hours}\n"
     return text
 
 
-def disk(depth: int) -> int:
+def disk(choice: Choice) -> int:
     """
     GiB of disk that a speedrun needs, in whole tens: two checkpoints of each of four stages and one that is being
     written, text and its tokens, and the rest.
     """
-    model = counted(config_of(depth))
+    model = counted(config_of(choice.depth))
     states = state_bytes(2, 1, torch.bfloat16, model.adamw, model.muon, ema_nesterov=True)
-    shards = SIZES[depth].shards
-    tokens = shards * 250e6 / 4.7  # of about 4.7 characters; 2 bytes each
-    needed = 9 * (states.parameters + states.optimizer) + shards * SHARD + 2 * tokens + SOFTWARE
+    tokens = choice.shards * 250e6 / 4.7  # of about 4.7 characters; 2 bytes each
+    needed = 9 * (states.parameters + states.optimizer) + choice.shards * SHARD + 2 * tokens + SOFTWARE
     return 10 * round(needed / GIB / 10 + 0.5)
 
 
