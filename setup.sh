@@ -30,9 +30,11 @@ case $(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null) 
     .venv/bin/python -c pass 2>/dev/null ||  # .venv or its Python is missing
         uv venv --quiet --seed --allow-existing --python "${PYTHON:->=3.11,<3.14}" .venv || return 1
     install="uv pip install --quiet --python .venv/bin/python"  # keeps an installed torch
-    [ "$(uname)" != Linux ] || [ -z "$wheels" ] ||
-        why=$($install --torch-backend=$wheels "torch>=2.11,<=2.13.0" 2>&1) || [ $wheels = cpu ] || {
-            echo "error: no torch for NVIDIA driver $driver: ${why##*$'\n'}" >&2; return 1; }
+    torch="torch>=2.11,<=2.14.1"
+    [ "$(uname)" != Linux ] || [ -z "$wheels" ] || why=$($install --torch-backend=$wheels "$torch" 2>&1) || {
+        [ $wheels = cpu ] || { echo "error: no torch for NVIDIA driver $driver: ${why##*$'\n'}" >&2; return 1; }
+        # Torch's index cannot be reached: a build in pip's folder of wheels, else the index's, gigabytes for CUDA.
+        $install --no-index --no-deps "$torch" 2>/dev/null || :; }
     $install --editable ".${1:+[$1]}" && echo "$stamp" > .venv/installed || return 1
 esac
 [ -z "$driver" ] || why=$(.venv/bin/python -c "import torch; torch.cuda.init()" 2>&1) || {

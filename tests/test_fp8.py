@@ -1,7 +1,6 @@
 """Products in 8 bits: within what 3 and 2 bits of mantissa allow, and good enough to train with."""
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 from bench.harness import draw_weights
 from nanochat.model import fp8
@@ -119,30 +118,6 @@ def test_a_head_in_8_bits_gives_nearly_the_loss_and_gradients_of_float32(spread)
     assert not ours[0].equal(exact[0])
     for a, b, limit in zip(ours, exact, (0.01, 0.15, 0.15)):  # two bits of mantissa
         assert (a - b).norm() < limit * b.norm()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("form", ["parts", "hidden", "both", "factor"])
-@pytest.mark.parametrize("shape", [(16, 48), (272, 144), (1000, 1408)])
-def test_the_kernel_casts_as_torch_does(form, shape):
-    x, hidden = torch.randn(2, *shape, device="cuda").exp().sub(1).bfloat16()
-    scale, square_scale = torch.tensor([137.0, 121.0], device="cuda")  # nothing overflows
-    arguments = {
-        "parts": ([x, hidden[:, :16], x], None, scale), "hidden": ([], hidden, scale),
-        "both": ([x], hidden, scale), "factor": ([x], None, scale)}[form]
-    others = {"by_columns": form != "hidden"}
-    if form == "factor":
-        others["factor"] = torch.rand(len(x), device="cuda")
-    if form == "both":
-        others["square_scale"] = square_scale
-    for dtype in (fp8.E4M3, fp8.E5M2):
-        on_cpu = cast(*tree_map(to_cpu, arguments), dtype, **tree_map(to_cpu, others))
-        for ours, theirs in zip(cast(*arguments, dtype, **others), on_cpu):
-            assert ours.cpu().view(torch.uint8).equal(theirs.view(torch.uint8))
-
-
-def to_cpu(value):
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -47,6 +47,16 @@ def test_torch_is_installed_for_the_cuda_that_the_driver_knows(tmp_path, driver,
     assert "pip install" in last and "--editable ." in last
 
 
+def test_without_torchs_index_a_cpu_takes_a_build_that_lies_on_disk(tmp_path):
+    """The package index has CUDA's build only."""
+    path = node(tmp_path, None)
+    program = '#!/bin/sh\necho "$@" >> calls\ncase "$*" in *torch-backend*) exit 1 ;; esac\n'
+    (tmp_path / "bin" / "uv").write_text(program)
+    assert bash(tmp_path, "-c", ". ./setup.sh", PATH=path, SUITS="").returncode == 0
+    _, build, rest = (tmp_path / "calls").read_text().splitlines()
+    assert "--no-index --no-deps torch>=" in build and "--editable ." in rest
+
+
 @pytest.mark.parametrize("card, extra", [
     ("9.0, 580.65", "hub,gpu,wandb"), ("10.0, 580.65\n10.0, 580.65", "hub,gpu,wandb"), ("9.0, 570.86", "hub,wandb"),
     ("8.0, 580.65", "hub,wandb"), ("NVIDIA-SMI has failed", None), (None, None)])

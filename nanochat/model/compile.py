@@ -9,7 +9,7 @@ def compile_model(model: GPT) -> None:
         if isinstance(module, Block):
             module.compile_body(device)
         elif isinstance(module, Embedding) and module.weight.is_cuda:
-            # Here, because Triton comes with torch for CUDA only.
+            # Here, because torch for a CPU comes without Triton.
             from nanochat.model.triton_kernels import EmbeddingLookup
 
             module.lookup = EmbeddingLookup.apply

@@ -229,8 +229,8 @@ def _(parts, hidden, scale, dtype, by_columns=True, factor=None, square_scale=No
 
 
 @cast.register_kernel("cuda")
-def _(parts, hidden, scale, dtype, by_columns=True, factor=None, square_scale=None):
-    from nanochat.model.triton_kernels import cast_kernel  # Triton comes with torch for CUDA only
+def cast_on_gpu(parts, hidden, scale, dtype, by_columns=True, factor=None, square_scale=None):
+    from nanochat.model.triton_kernels import cast_kernel  # torch for a CPU comes without it
 
     values = [value.contiguous() for value in parts or [hidden]]
     if hidden is not None:

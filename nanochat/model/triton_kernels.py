@@ -1,4 +1,4 @@
-"""The kernels of GPUs, in a file of their own because Triton comes with torch for CUDA only."""
+"""The kernels of GPUs, in a file of their own because torch for a CPU comes without Triton."""
 import torch
 import torch.nn.functional as F
 import triton
