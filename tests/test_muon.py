@@ -22,7 +22,7 @@ from nanochat.training.resharding import load_training_state
 from nanochat.training.saving import CheckpointWriter
 
 TOKENIZER = learn_tokenizer(["a few words to learn merges from"], 270)
-LR, DECAY, MOMENTUM, STEPS, HALF, BAD = 0.02, 0.1, 0.9, 8, 4, 5
+LR, DECAY, STEPS, HALF, BAD = 0.02, 0.1, 8, 4, 5
 CASES = ((0, -1), (2, -1), (3, -1), (1, 1))  # stage and shard_size; with a size of one every rank is a replica
 # Two tall matrices of one shape, a wide and a square one: fewer than three ranks can share out evenly. Of five ranks
 # some keep nothing of the vectors.
@@ -45,7 +45,7 @@ class Run:
         self.sharding = shard_model(self.model, list(self.model.parts), torch.device("cpu"), dtype, stage, shard_size)
         shards = self.sharding.shards
         names = [name for name, p in Model(units).named_parameters() if p.dim() == 2]
-        self.muon = DistMuon(self.sharding, names, LR, DECAY, MOMENTUM)
+        self.muon = DistMuon(self.sharding, names, LR, DECAY)
         adamw = DistAdamW([{"shards": [s for s in shards if len(s.shape) == 1], "lr": LR}], torch.device("cpu"))
         self.optimizers = [self.muon, adamw, EMANesterov(shards, 0.5)]
         self.shapes = {name: p.shape for name, p in Model(units, seed=1).named_parameters()}

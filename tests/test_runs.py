@@ -151,6 +151,7 @@ def test_text_that_a_formula_makes_is_what_it_makes():
 WRITING = sorted(path.stem for path in REPO.glob("bench/*.py") if "\nwrite = False" in path.read_text(encoding="utf-8"))
 ENDS_WHEN_FOUND = """
 import runpy, sys
+from bench.harness import PageBlock
 find = PageBlock.find
 def end(block):
     find(block)
