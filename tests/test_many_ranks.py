@@ -235,7 +235,7 @@ def evaluate_until_stopped(rank: int, world_size: int, args: list[str]) -> tuple
     forward, calls = GPT.forward, itertools.count()
 
     def counted(*args, **settings):
-        if not torch.is_grad_enabled() and next(calls) == 2 and rank == 0:
+        if settings.get("reduction") == "none" and next(calls) == 2 and rank == 0:  # each token's loss is wanted
             os.kill(os.getpid(), signal.SIGTERM)
         return forward(*args, **settings)
 
