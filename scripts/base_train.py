@@ -49,8 +49,6 @@ warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, over whic
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = -1            # [-1, 1..] tokens per validation, up to one pass; -1: 10,485,760 on a CUDA GPU, else 65,536
-core_metric_every = -1      # [-1..] steps between CORE evaluations, also after the last step; -1: never
-core_metric_max_per_task = 500  # [-1, 1..] items of each CORE task; -1: all
 sample_every = 2000         # [-1..] steps between samples, also before the first step and after the last; -1: never
 # ---- Checkpoints
 save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and at the end; -1: no others
@@ -68,8 +66,6 @@ from nanochat.data.batch_shape import BatchShape
 from nanochat.data.dataloader import document_loader
 from nanochat.data.embedded import ensure_dataset, ensure_tokenizer, entropy_floor, sample_prompts
 from nanochat.data.shard_reader import data_shares
-from nanochat.eval.core_eval import bundle_dir, evaluate_core, load_tasks
-from nanochat.eval.eval_bundle import why_no_bundle
 from nanochat.eval.loss_eval import evaluate_split, print_samples
 from nanochat.model.fp8 import fp8_pays, use_fp8
 from nanochat.model.gpt import model_without_memory
@@ -83,7 +79,6 @@ from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_up
-from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import changed_settings, require_same_model
 from nanochat.training.resharding import load_training_state, stored_weights
 from nanochat.training.session import Session
@@ -93,11 +88,6 @@ from nanochat.training.starting import continued_model, find_start
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
 data_sets = list(data_shares(data))  # the first one's validation score is the run's
 from_rank0(ensure_dataset, data)
-core_tasks = []
-if core_metric_every > 0:
-    if reason := why_no_bundle():
-        raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
-    core_tasks = load_tasks(bundle_dir())
 
 # ---- Sizes that are not set: for this device. A model that is trained further keeps its own (below)
 large = device.type == "cuda"
@@ -196,9 +186,8 @@ while True:
 
     # --- evaluation of the same parameters
     validate = is_due(step, num_iterations, eval_every)
-    measure_core = step > 0 and is_due(step, num_iterations, core_metric_every)
     show_samples = is_due(step, num_iterations, sample_every)
-    if validate or measure_core or show_samples:
+    if validate or show_samples:
         with session.evaluation():
             evaluated = pipeline.whole_model(model, sharding)
             if validate:
@@ -208,10 +197,6 @@ while True:
                         metrics.log_validation(step, bpb, floor)
                     else:
                         metrics.log(step, {f"val/bpb of {name}": bpb}, f"validation of {name} {bpb:.4f} bits per byte")
-            if measure_core:
-                core = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
-                                     device_batch_size * max_seq_len)
-                metrics.log(step, core.record(), str(core))
             if show_samples:
                 if step == 0 and not start.weights:
                     print0("the model is untrained, so it writes noise:")

@@ -46,7 +46,6 @@ from nanochat.plan.choice import (
     cpu_seconds,
     described,
     disk,
-    every_depth,
 )
 from nanochat.plan.memory import GIB, largest_rows, needed_bytes, samples_at_once
 from nanochat.plan.step_trial import rows_that_train, try_steps
@@ -132,6 +131,3 @@ else:
     else:
         print(line)
     print(described(choice, ranks, gpus, kind, price or kind.price))
-    if not here:
-        print("\nEvery depth that fits into memory, with all of reinforcement learning:\n"
-              f"{every_depth(ranks, gpus, kind, price or kind.price, rows_that_fit)}")

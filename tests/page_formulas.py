@@ -141,7 +141,7 @@ def one_gpu() -> str:
                 line.append(f"({too_long[1]})")
                 continue
             depth, steps = re.findall(r"DEPTH=(\d+) .* RL=(\d+)", printed)[0]
-            least, most = re.findall(r"in all ([\d.]+) to ([\d.]+) hours", printed)[0]
+            least, most = re.findall(r"in all ([\d.]+)–([\d.]+) hours", printed)[0]
             dollars = re.findall(r"cost .* to (\S+)", printed)[0]
             no_rl = "*" if steps == "0" else ""
             line.append(f"{depth}{no_rl}: {least}–{most}, {dollars}")
@@ -150,10 +150,9 @@ def one_gpu() -> str:
 
 
 def costs() -> str:
-    """The lines from depth 22 to 12."""
+    """Hours of each stage on eight GPUs, and dollars."""
     printed = printed_by("scripts.plan", "--gpus=8", "--gpu=H100")
-    lines = [line for line in printed.splitlines() if line.startswith("--depth")]
-    return "\n".join(["```", *lines[:6], "```"])
+    return "\n".join(["```", *re.findall("^(?:in all|cost) .*", printed, re.MULTILINE), "```"])
 
 
 # Steps on eight H100: a run or pull request, depth, vocabulary, rows, seconds.

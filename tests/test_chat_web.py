@@ -196,13 +196,12 @@ def test_completions_and_models(server, engines):
     engine, bos = engines["tiny-sft"], TOKENIZER.get_bos_token_id()
     texts = [f"the {MARKER}", "another"]
     prompts = [[bos, *TOKENIZER.encode(text)] for text in texts]
-    asked = {"temperature": 1.2, "top_p": 0.95, "seed": 5, "presence_penalty": 1.5, "frequency_penalty": -0.5}
-    sampling = SamplingParams(16, top_k=50, tools=False, logit_bias=((65, 4.0), (66, -100.0)), **asked)
+    asked = {"temperature": 1.2, "top_p": 0.95, "seed": 5}
+    sampling = SamplingParams(16, top_k=50, tools=False, **asked)
     expected = [text_of(answer) for answer in engine.generate(prompts, sampling, num_samples=2)]
 
     complete = functools.partial(
-        server.client.completions.create, model="tiny-sft", logit_bias={"65": 4, "66": -100},
-        extra_body={"top_k": 50}, **asked)
+        server.client.completions.create, model="tiny-sft", extra_body={"top_k": 50}, **asked)
     several = complete(prompt=texts, n=2)
     assert [choice.text for choice in several.choices] == expected and len(set(expected)) == 4
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (sum(map(len, prompts)), 64)
@@ -272,7 +271,7 @@ def test_logprobs_of_completions(server):
 
 
 @pytest.mark.parametrize("settings", [
-    {"max_tokens": "x"}, {"max_tokens": 0}, {"seed": 16.5}, {"stop": ["x"] * 33}, {"logit_bias": {"268": 1}},
+    {"max_tokens": "x"}, {"max_tokens": 0}, {"seed": 16.5}, {"stop": ["x"] * 33},
     {"extra_body": {"suffix": "x"}}, {"extra_body": {"tools": [NOW]}}, {"extra_body": {"echo": True, "max_tokens": 0}},
     {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}, {"messages": []},
     {"messages": chat(None)}, {"messages": chat([{"type": "image_url", "image_url": {}}])},
@@ -596,12 +595,11 @@ def test_no_request_makes_a_step_much_dearer():
     vocab_size = tokenizer.get_vocab_size()
     shape = GPTConfig(sequence_len=2048, vocab_size=vocab_size, n_layer=2, n_embd=64, n_head=4, n_kv_head=2)
     engine = Engine(draw_weights(GPT(shape), 0.1), tokenizer, 32)
-    stops = {str(tokenizer.encode_special(name)): -100 for name in ("<|assistant_end|>", "<|bos|>")}
-    plain = step_seconds(engine, logit_bias=stops)
-    biases = stops | {str(token): 1.5 for token in range(300, 300 + 1024 - len(stops))}
+    engine.stop = set()
+    plain = step_seconds(engine)
     everything = step_seconds(
-        engine, logit_bias=biases, presence_penalty=2, frequency_penalty=2, temperature=9, top_p=0.9999, top_k=10**9,
-        seed=10**30, logprobs=True, top_logprobs=20, stop=[f"{'a' * 253}{number:03}" for number in range(16)])
+        engine, temperature=9, top_p=0.9999, top_k=10**9, seed=10**30, logprobs=True, top_logprobs=20,
+        stop=[f"{'a' * 253}{number:03}" for number in range(16)])
     assert everything < 10 * plain
 
 

@@ -203,19 +203,16 @@ def test_everyone_writes_on_while_prompts_are_read():
 # ---- Draws
 
 
-WRITTEN = [23, 28, 28, 28, 51]     # probable ones, by answers whose logits are adjusted
+FORBIDDEN = 28                          # a probable one
 ALLOWED = np.arange(60) % 4 != 1        # where an answer copies
 
 
-def probabilities(logits: torch.Tensor, sampling: SamplingParams, mask: bool) -> dict[int, float]:
-    """The definition, in float64: adjust capped logits, sort, cut by top_k and then by top_p, renormalise."""
-    logits = logits.clone()
-    for token in WRITTEN:
-        logits[token] -= sampling.frequency_penalty
-    logits[list(set(WRITTEN))] -= sampling.presence_penalty
-    for token, bias in sampling.logit_bias:
-        logits[token] += bias
-    if mask:
+def probabilities(logits: torch.Tensor, sampler: Sampler) -> dict[int, float]:
+    """The definition, in float64: forbid, sort, cut by top_k and then by top_p, renormalise."""
+    logits, sampling = logits.clone(), sampler.sampling
+    if sampler.forbidden >= 0:
+        logits[sampler.forbidden] = -math.inf
+    if sampler.copying:
         logits[~ALLOWED] = -math.inf
     p = (logits / max(sampling.temperature, 1e-3)).softmax(0)
     order = p.argsort(descending=True)[: sampling.top_k or None].tolist()
@@ -238,19 +235,14 @@ def limited(sampling: SamplingParams, allowed) -> Sampler:
 def test_draws_have_the_probabilities_of_the_definition(softcap):
     """
     Evenly spaced uniforms hit every token as often as its probability says, to one in a thousand draws. All kinds of
-    rows in one batch: plain, with penalties and biases, and limited.
+    rows in one batch: plain, with a forbidden token, and limited.
     """
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(0)) * 4
     kinds = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p) for temperature, top_k, top_p in (
         (1, 0, 1), (2.5, 0, 1), (0.3, 5, 1), (1.5, 0, 0.8), (3, 40, 0.9), (1, 10**6, 1), (4, 0, 0), (0, 7, 1),
         (5, 12, 1))]
-    mixed = SamplingParams(1, 1.6, 30, 0.95, None, False, 0.3, 0.5, ((28, -2.0),))
-    kinds += [SamplingParams(presence_penalty=-1.5), SamplingParams(logit_bias=((3, 8.0), (59, -100.0))), mixed,
-              dataclasses.replace(mixed, temperature=0), dataclasses.replace(mixed, frequency_penalty=-2.0)]
     samplers = [*map(Sampler, kinds), *(limited(one, ALLOWED) for one in kinds)]
-    for sampler in samplers:
-        for token in WRITTEN:
-            sampler.add(token)
+    samplers += [Sampler(one, forbidden=FORBIDDEN) for one in kinds]
     N, counts = 1000, [Counter() for _ in samplers]
     for i in range(N):
         drawn = draw(logits.expand(len(samplers), -1), samplers, [(i + 0.5) / N] * len(samplers), softcap)
@@ -258,7 +250,7 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
             count[token] += 1
     capped = softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()
     for sampler, count in zip(samplers, counts):
-        expected = probabilities(capped, sampler.sampling, sampler.copying is not None)
+        expected = probabilities(capped, sampler)
         assert set(count) <= set(expected), sampler.sampling
         for token, probability in expected.items():
             assert abs(count[token] - N * probability) <= 1.01, (sampler.sampling, token)
@@ -328,7 +320,7 @@ def test_samples_of_one_prompt_share_its_reading_and_nothing_else():
 def test_logprobs_are_the_plain_models(arch):
     """Of sampled answers, whatever the sampling did, in company. Those who do not ask for them have none."""
     model, prompts = random_model(sharpness=0.1, arch=arch), random_prompts(20, 1, 7, 8, 95, 30)
-    samplings = [SamplingParams(length, 2.0, 20, 0.9, 1, False, 1.0, logprobs=count)
+    samplings = [SamplingParams(length, 2.0, 20, 0.9, 1, False, count)
                  for length, count in ((9, 3), (12, 1), (7, None), (1, 5), (1, 0), (20, None))]
     engine = endless(model, 3)
     answers = [answer for prompt, one in zip(prompts, samplings) for answer in engine.add(prompt, one, num_samples=2)]

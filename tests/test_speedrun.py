@@ -335,7 +335,7 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
              for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80", "1,RTX-4090,24")]
     shown, *spelled, six, one = [plan.replace("h100", "H100") for plan in plans]
     assert spelled == [shown] * 2 and not any(base_folder.iterdir())
-    for plan, words in ((shown, ("cost $57 to $68 for 8 GPU(s) at $3", "in all 2.4 to 2.8 hours: ")),
+    for plan, words in ((shown, ("cost $57 to $68 for 8 GPU(s) at $3", "in all 2.4–2.8 hours: ")),
                         (six, ("cost $70 to $80 for 6 GPU(s) at $3", "2 of 6 GPUs stand idle: rent 4\n")),
                         (six, ("disk 240 GiB; downloads 11 GB of text",)), (one, (" --depth=16 ", "=8 --save_every"))):
         assert [word for word in words if word not in plan] == [], plan
@@ -355,7 +355,7 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     step, later = (1.13 * step_time(config, 32, 2, 8, gpu, fp8).seconds for fp8 in (True, False))
     assert f"{steps:,} steps of 1,048,576 tokens in 2 micro-step(s)" in shown
     hours = steps * step / 3600
-    assert f": pretraining {hours:.2f} to {1.2 / 1.13 * hours:.2f}, mid-training" in shown
+    assert f": pretraining {hours:.2f}–{1.2 / 1.13 * hours:.2f}, mid-training" in shown
     assert f"at best {2**20 / step:,.0f} tokens per second, " in shown
     # RL's hours follow from its steps: a GPU samples 32 answers of each at a time, a tenth more in evaluations. Then
     # 2 x 900 and 2,800 answers, 32 at a time; 40 million tokens and 500,000 conversations of 1,100 of other stages, 30

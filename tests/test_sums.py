@@ -1,5 +1,4 @@
 """Sums as people type them: the call that is made and the sentence that is said, by hand; what is none stays none."""
-import math
 import random
 import re
 
@@ -136,7 +135,7 @@ def answered(
 
     def draw(logits, samplers, *others):
         limits, wanted = samplers[0].copying, script.pop(0) if script else END
-        banned = samplers[0].added.get(wanted) == -math.inf
+        banned = samplers[0].forbidden == wanted
         return [END if banned else wanted if limits is None or limits.allows(wanted) else limits.allowed[0]]
 
     monkeypatch.setattr(nanochat.inference.engine, "draw", draw)

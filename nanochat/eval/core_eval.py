@@ -58,11 +58,6 @@ class Core(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} {self.score:.4f} (95% interval {self.low:.4f} to {self.high:.4f})"
 
-    def record(self) -> dict[str, float]:
-        """For metrics.jsonl."""
-        values = {self.name: self.score, "low": self.low, "high": self.high} | self.tasks
-        return {f"core/{label}": value for label, value in values.items()}
-
 
 # ---- The bundle
 

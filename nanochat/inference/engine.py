@@ -16,7 +16,7 @@ answer has one row from its start to its end:
 A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time, all from one
 thread.
 """
-import math
+import copy
 import random
 import re
 from collections import defaultdict, deque
@@ -125,11 +125,11 @@ class Engine:
         answers = []
         for i in range(num_samples):
             rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
-            answer = Answer(prompt, sampling, limit, rng, Sampler(sampling, copying), plan)
+            # All answers to a prompt begin alike; then each copies for itself. Small talk calls no tool.
+            sampler = Sampler(sampling, copy.copy(copying), self.python_start if plan.is_small_talk else -1)
+            answer = Answer(prompt, sampling, limit, rng, sampler, plan)
             if plan.call:
                 self._queue_call(answer, plan.call)
-            if plan.is_small_talk:
-                answer.sampler.added[self.python_start] = -math.inf
             answers.append(answer)
         self.waiting.extend(answers)
         return answers
@@ -257,8 +257,8 @@ class Engine:
             answer.finish_reason = "length" if answer.is_cut else "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
-        else:
-            answer.sampler.add(token)
+        elif answer.sampler.copying:
+            answer.sampler.copying.add(token)
 
     def _end_well(self, answer: Answer, drawn: int) -> None:
         """Before an answer ends without a word, queue a sentence; digits that repeat themselves end an answer, too."""

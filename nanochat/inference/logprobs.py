@@ -1,6 +1,6 @@
 """
 Log-probabilities of tokens in the model's own distribution: log softmax of the capped logits, in float32, before
-temperature, penalties and anything else that a request changes.
+temperature and anything else that a request changes.
 """
 from collections.abc import Sequence
 from typing import NamedTuple

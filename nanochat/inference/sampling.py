@@ -1,5 +1,4 @@
 """Sampling tokens: what a request may ask for, and one draw for all rows of a batch at once."""
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,33 +25,18 @@ class SamplingParams:
     top_p: float = 1.0                  # then only the most probable tokens that together reach this probability
     seed: int | None = None             # None: another seed every time
     tools: bool = True                  # answer calls: <|python_start|>…<|python_end|>
-    presence_penalty: float = 0.0       # subtracted from a token's capped logit if the answer has the token,
-    frequency_penalty: float = 0.0      # once for each time that the answer has it
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its capped logit), each token once
     logprobs: int | None = None         # log-probabilities of an answer's tokens, and of this many most probable ones
 
 
+@dataclass
 class Sampler:
-    """How one answer's next token is chosen: its request's settings, and what depends on the tokens before."""
+    """How one answer's next token is chosen."""
+    sampling: SamplingParams
+    copying: Copying | None = None      # what it copies, and so which tokens it may write
+    forbidden: int = -1                 # a token that is not drawn either; -1: none
 
-    def __init__(self, sampling: SamplingParams, copying: Copying | None = None):
-        self.sampling = sampling
-        # A copy, because all answers to a prompt begin alike.
-        self.copying = copy.copy(copying)
-        # By token, what is added to its logit. Updated token by token, so a step need not recount them.
-        self.added = dict(sampling.logit_bias)
-        self.written: set[int] = set()
-
-    def add(self, token: int) -> None:
-        """Add the answer's next token."""
-        if self.copying:
-            self.copying.add(token)
-        penalty = self.sampling.frequency_penalty
-        if token not in self.written:
-            penalty += self.sampling.presence_penalty
-        self.written.add(token)
-        if penalty:
-            self.added[token] = self.added.get(token, 0) - penalty
+    def allows(self, token: int) -> bool:
+        return token != self.forbidden and (self.copying is None or self.copying.allows(token))
 
     def candidates(self, vocab_size: int) -> str:
         """Which tokens must be compared, from the cheapest way to the most expensive."""
@@ -80,7 +64,6 @@ def draw(
     for kind, rows in groups.items():
         own = [samplers[row] for row in rows]
         part = shifted_softcap(logits[rows], softcap)
-        add_to_logits(part, own)
         if kind == "best":
             tokens = most_probable(part, own)
         else:
@@ -101,29 +84,16 @@ def shifted_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     return logits - logits.amax(-1, keepdim=True)
 
 
-def add_to_logits(logits: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Add penalties and biases to capped logits, (B, V), before temperature, top-k and top-p."""
-    if not any(sampler.added for sampler in samplers):
-        return
-    places, values = [], []
-    for row, sampler in enumerate(samplers):
-        # Numpy, because a request may have hundreds of biases.
-        places.append(np.fromiter(sampler.added, np.int64) + row * logits.size(1))
-        values.append(np.fromiter(sampler.added.values(), np.float32))
-    # One copy to the device for all rows; the limits on logit_bias and max_tokens bound it. No place occurs twice, so
-    # the sum does not depend on the order.
-    index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
-    logits.view(-1).index_add_(0, index, added)
-
-
 def forbid(logits: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Logits, (B, V), become −inf where copying does not allow a row the token."""
+    """Logits, (B, V), become −inf where a row's sampler does not allow the token."""
     forbidden = np.zeros(tuple(logits.shape), dtype=bool)   # torch takes four times as long
     for row, sampler in enumerate(samplers):
         allowed = sampler.copying.allowed if sampler.copying else None
         if allowed is not None:
             forbidden[row] = True
             forbidden[row, allowed] = False
+        if sampler.forbidden >= 0:
+            forbidden[row, sampler.forbidden] = True
     if forbidden.any():
         logits.masked_fill_(torch.from_numpy(forbidden).to(logits.device), -math.inf)
 
@@ -134,8 +104,7 @@ def most_probable(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     quicker than ruling out all others.
     """
     tokens = logits.argmax(-1).tolist()
-    copyings = [sampler.copying for sampler in samplers]
-    wrong = [row for row, token in enumerate(tokens) if copyings[row] and not copyings[row].allows(token)]
+    wrong = [row for row, token in enumerate(tokens) if not samplers[row].allows(token)]
     if wrong:
         part = logits[wrong]
         forbid(part, [samplers[row] for row in wrong])

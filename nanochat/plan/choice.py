@@ -1,5 +1,4 @@
 """What speedrun.sh trains on a machine: depth and rows at a time, and their cost in hours and disk."""
-import contextlib
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -100,8 +99,8 @@ class Cost(NamedTuple):
     @property
     def hours(self) -> str:
         """Of all stages, and of each that there is."""
-        each = ", ".join(f"{name} {least:.2f} to {most:.2f}" for name, (least, most) in self.stages.items() if most)
-        return f"{self.least:.1f} to {self.most:.1f} hours: {each}"
+        each = ", ".join(f"{name} {least:.2f}–{most:.2f}" for name, (least, most) in self.stages.items() if most)
+        return f"{self.least:.1f}–{self.most:.1f} hours: {each}"
 
     def dollars(self, gpus: int, price: float) -> str:
         """For all rented GPUs, also the idle ones; below $10 with cents. price 0: unknown."""
@@ -129,6 +128,7 @@ def cost(choice: Choice, ranks: int, gpu: Gpu) -> Cost:
                         for bits8 in (fp8, False))
     rate = total_batch_size / step
     mfu = rate * shaped(config).estimate_flops() / (ranks * gpu.peak)
+
     def hours(tokens: float, seconds: float = later_step, batches: float = 0) -> tuple[float, float]:
         """Of training on these tokens, `seconds` a step, and of decoding these batches of answers."""
         trained, decoded = tokens / total_batch_size * seconds / 3600, batches * depth * DECODING / 3600
@@ -208,16 +208,6 @@ def described(choice: Choice, ranks: int, gpus: int, gpu: Gpu, price: float) -> 
         text += f"\na {gpu.name} has no bfloat16: it trains in float32, at {gpu.peak / 1e12:g} TFLOP/s"
     if ranks < gpus:
         text += f"\n{gpus - ranks} of {gpus} GPUs stand idle: rent {ranks}"
-    return text
-
-
-def every_depth(ranks: int, gpus: int, gpu: Gpu, price: float, rows_that_fit: RowsThatFit) -> str:
-    """What each depth that fits costs with all stages, a line each."""
-    text = ""
-    for depth in SIZES:
-        with contextlib.suppress(UserError):
-            whole = cost(choose_size(ranks, gpu, rows_that_fit, depth=depth), ranks, gpu)
-            text += f"--depth={depth}: {whole.dollars(gpus, price)}, {whole.hours}\n"
     return text
 
 

@@ -29,7 +29,8 @@ Differences: max_tokens above the server's limit means the limit. The limit and 
 with finish_reason "length". usage counts every token that was written, including tools' tokens and the end token.
 max_tokens -1 means no limit, as in llama.cpp; of max_tokens and max_completion_tokens the smaller holds. Without
 `model` the only one answers. Hints on how to think, or what to store, are ignored; an unsupported parameter that would
-change the answer is an error: tools, response_format and echo are for servers of exported models.
+change the answer is an error: tools, response_format, echo, penalties and logit_bias are for servers of exported
+models.
 """
 import codecs
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -48,7 +49,7 @@ FIELDS = TypeAdapter(Json)
 NO_LIMIT = 10**9
 MaxTokens = Annotated[int, Field(ge=1), BeforeValidator(lambda count: NO_LIMIT if count == -1 else count)]
 # Fields that SamplingParams has under the same name, with the same meaning.
-SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logprobs"}
+SAME = {"temperature", "top_p", "seed", "logprobs"}
 
 
 def as_list(value: Any) -> Any:
@@ -67,10 +68,6 @@ class BaseRequest(BaseModel):
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
     top_p: float = Field(1.0, ge=0, le=1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    # Each step adds every entry.
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     seed: int | None = None
     n: int = Field(1, ge=1)
     # How many of the most probable tokens are told for each token of the answer; None: no log-probabilities.
@@ -114,13 +111,9 @@ class BaseRequest(BaseModel):
             words = (f"This model's maximum context length is {model.context} tokens. However, your {self.param} "
                      f"resulted in {longest} tokens. Please reduce the length of the {self.param}.")
             raise ApiError(400, words, "context_length_exceeded", self.param)
-        vocab_size = model.tokenizer.get_vocab_size()
-        if not all(0 <= token < vocab_size for token in self.logit_bias):
-            raise ApiError(400, f"logit_bias: the tokens are 0 to {vocab_size - 1}", param="logit_bias")
         sampling = SamplingParams(
             max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0),
-            tools=self.uses_tools and model.chats, logit_bias=tuple(self.logit_bias.items()),
-            **self.model_dump(include=SAME))
+            tools=self.uses_tools and model.chats, **self.model_dump(include=SAME))
         return Request(sampling=sampling, n=self.n, stop=self.stop, **encoded)
 
 

@@ -45,7 +45,7 @@ from nanochat.training.records import (
 # number's checkpoint says that its updates may differ. Version 0.1.0 kept none.
 RULES = 1
 # The beginnings of settings without effect on the weights of a step.
-NOT_OF_TRAINING = ("run", "model_tag", "begin_from", "source_step", "overwrite", "resume", "eval_", "core_metric_",
+NOT_OF_TRAINING = ("run", "model_tag", "begin_from", "source_step", "overwrite", "resume", "eval_",
                    "sample_every", "save_every", "keep_last")
 # An empty file in a step's folder: the run that goes on has begun to replace it. Its first checkpoint removes the step.
 REPLACED = "replaced"
