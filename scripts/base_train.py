@@ -32,7 +32,7 @@ num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
 target_param_data_ratio = 8.0  # training tokens per parameter of matrices and head
 # ---- Batch
-device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: up to 16 on a CUDA GPU, else up to 8
+device_batch_size = -1      # [-1, 1..] rows per rank and micro-batch; -1: up to 16 on a CUDA GPU, else up to 8
 total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, and rates scaled to it
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
@@ -133,7 +133,8 @@ if device_batch_size == -1:
                                        pipeline_stages)
 micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, pipeline.dp_ranks, pipeline_stages)
 micro_batches, grad_accum_steps = (1, micro_steps) if pipeline_stages == 1 else (micro_steps, 1)
-# The share of a step's micro-batches that have rows; the others, if the ranks do not divide the batch, have a loss of 0
+# The share of a step's micro-batches that have rows, the same on all ranks; the others, if the ranks do not divide the
+# batch, have a loss of 0
 loss_weight = total_batch_size / (
     grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
@@ -181,7 +182,7 @@ while True:
 
     # --- checkpoint of the parameters before this step, if one is due
     session.save_if_due(data_state=data_state)
-    if metrics.stop_requested:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know
+    if metrics.stop_requested:  # some rank got SIGTERM, SIGINT or SIGHUP; all ranks know, on a GPU a step later
         break
 
     # --- evaluation of the same parameters
@@ -214,14 +215,15 @@ while True:
     #   forward   before a unit runs, r waits for its weights; their all-gather began after the last update
     #   backward  in every micro-step (stage 1: the last), a unit whose gradients are complete is reduce-scattered in
     #             float32: r receives the sum of its 1/N over the ranks, adds it to its own sum, and has freed its
-    #             whole gradients. At most two units travel at once; the last two go on during the next forward pass. In
-    #             the last micro-step replicas all-reduce their sums, unit by unit
-    #   reduce    one all-reduce of six numbers over all ranks: loss, its weight (0 for ranks without a loss), squared
-    #             norm, three flags: not finite, stop, save. r divides loss and gradients by the summed weight and clips
-    #   update    AdamW: r updates its 1/N. Muon: an all-to-all for each shape brings each matrix's momentum to one
-    #             rank, which orthogonalizes it; a second one brings the parts back; r updates its 1/N. EMA-Nesterov
-    #             (`ahead`), in mid-run: r moves its 1/N further in the mean direction of its moves; after the last
-    #             step of the run: r blends its 1/N with the mean of late steps
+    #             whole gradients. At most two units travel at once; the last two go on during the next forward pass,
+    #             in the last micro-step r waits for them. Then replicas all-reduce their sums, unit by unit
+    #   reduce    one all-reduce of six numbers over all ranks: loss, its weight (0 in a pipeline's earlier stages),
+    #             squared norm, three flags: not finite, stop, save. r divides loss and gradients by the summed weight
+    #             and clips
+    #   update    AdamW: r updates its 1/N. Muon: an all-to-all for each shape brings each matrix's gradient, mixed with
+    #             its momentum, to one rank, which orthogonalizes it; a second one brings the parts back; r updates its
+    #             1/N. EMA-Nesterov, if the recipe has it: r keeps the mean of its 1/N; in mid-run r also moves its 1/N
+    #             further in the mean direction of its moves; after the last step r blends it with the mean
     #   gather    r's 1/N of the new weights is all-gathered, unit by unit, while the next step begins; r frees its
     #             sum of gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
@@ -230,9 +232,10 @@ while True:
             if pipeline_stages > 1:
                 loss = pipeline.step(inputs, targets, cu_seqlens)  # both passes of all micro-batches, interleaved
             else:
-                loss = model(inputs, targets, cu_seqlens=cu_seqlens)  # mean over all targets of this micro-batch
-                (loss / grad_accum_steps).backward()
-        step_loss += loss.detach() / grad_accum_steps
+                # Its share of the step's mean over all targets.
+                loss = model(inputs, targets, cu_seqlens=cu_seqlens) / grad_accum_steps
+                loss.backward()
+        step_loss += loss.detach()
         inputs, targets, cu_seqlens, data_state = next(train_loader)  # read ahead by a thread: the host does not wait
 
     # In a pipeline only the last stage has a loss.
