@@ -13,6 +13,7 @@ word, and so is each Chinese character.
 """
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Container, Iterable
 from functools import lru_cache
 
@@ -126,9 +127,11 @@ def listed(text: str) -> list[str]:
 
 
 def any_of(phrases: Iterable[str]) -> str:
-    """An expression for any of these words and phrases, the longest first."""
-    longest = sorted(phrases, key=len, reverse=True)
-    return "|".join(edged(re.escape(phrase), phrase) for phrase in longest)
+    """An expression for any of these words and phrases, the longest first. Those with the same edges share them."""
+    alike = defaultdict(list)
+    for phrase in sorted(phrases, key=len, reverse=True):
+        alike[edged("{}", phrase)].append(re.escape(phrase))
+    return "|".join(edges.format(f"(?:{'|'.join(expressions)})") for edges, expressions in alike.items())
 
 
 def edged(expression: str, text: str) -> str:
