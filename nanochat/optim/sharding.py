@@ -50,25 +50,24 @@ class Shard:
     """
 
     name: str
-    shape: tuple[int, ...]  # the whole parameter's
     start: int
     end: int
     master: Tensor
     grad: Tensor | None = None
 
 
-def equal_ranges(shapes: dict[str, tuple[int, ...]], ranks: int) -> tuple[int, dict[str, list[ShardRange]]]:
+def equal_ranges(sizes: dict[str, int], ranks: int) -> tuple[int, dict[str, list[ShardRange]]]:
     """
     Lay parameters end to end and cut them into equal parts, one for each rank. A cut may go through a parameter.
 
-    Returns (elements of a part, {name: its ranges}). Padding behind the last parameter is in no range.
+    sizes: elements of each parameter. Returns (elements of a part, {name: its ranges}). Padding behind the last parameter is in no range.
     """
-    part_size = ALIGNMENT * ceil(sum(map(prod, shapes.values())) / (ranks * ALIGNMENT))
+    part_size = ALIGNMENT * ceil(sum(sizes.values()) / (ranks * ALIGNMENT))
     ranges: dict[str, list[ShardRange]] = {}
     offset = 0  # where the parameter begins
-    for name, shape in shapes.items():
-        ranges[name] = cut(prod(shape), part_size, ranks, offset)
-        offset += prod(shape)
+    for name, size in sizes.items():
+        ranges[name] = cut(size, part_size, ranks, offset)
+        offset += size
     return part_size, ranges
 
 
@@ -321,17 +320,13 @@ class Sharding(ABC):
         """A whole parameter in the compute dtype, gathered from the ranks that keep it. COLLECTIVE."""
         pipeline_stage, shape = self.stage_and_shape[name]
         if pipeline_stage == self.pipeline_stage:
-            whole = self.gathered(self.model.get_parameter(name).detach())
+            whole = self.model.get_parameter(name).detach()
         else:
             whole = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.pipeline_stages > 1:
             source = pipeline_stage * self.dp_ranks + self.rank % self.dp_ranks
             dist.broadcast(whole, source, group=self.groups["pipeline"])
         return whole
-
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """A whole parameter of this pipeline stage."""
-        return tensor
 
     def gather_model(self) -> nn.Module:
         """

@@ -93,8 +93,7 @@ class Bucket:
         ranks = sharding.shard_count
         rank = sharding.shard_rank
         self.params = params
-        shapes = {name: tuple(p.shape) for name, p in params.items()}
-        self.part_size, self.ranges = equal_ranges(shapes, ranks)
+        self.part_size, self.ranges = equal_ranges({name: p.numel() for name, p in params.items()}, ranks)
         self.flat = torch.zeros(ranks * self.part_size, dtype=sharding.dtype, device=sharding.device)
         if sharding.separate_masters:
             self.master = torch.zeros(self.part_size, device=sharding.device)
@@ -108,7 +107,7 @@ class Bucket:
         for (name, r), master in zip(kept, self.split(self.master)):
             # The master is copied before the weights are rounded to dtype.
             master.copy_(params[name].data.flatten()[r.start : r.end])
-            self.shards.append(Shard(name, shapes[name], r.start, r.end, master))
+            self.shards.append(Shard(name, r.start, r.end, master))
 
         # On stages 0 and 1 autograd sums micro-steps in float32, even if products are bfloat16. A gradient that is sent
         # in every micro-step keeps its own dtype (None).
@@ -308,11 +307,10 @@ class FullyShard(Sharding):
         # Here, because otherwise the first module that runs becomes the root; in CORE, the embedding.
         self.model._get_fsdp_state()._lazy_init()
         for name, p in self.model.named_parameters():
-            shape = tuple(p.shape)
-            self.ranges[name] = row_ranges(shape, self.shard_count)
+            self.ranges[name] = row_ranges(p.shape, self.shard_count)
             for r in self.ranges[name]:
                 if r.rank == self.shard_rank:
-                    self.shards.append(Shard(name, shape, r.start, r.end, p.detach().to_local().view(-1)))
+                    self.shards.append(Shard(name, r.start, r.end, p.detach().to_local().view(-1)))
 
     def add_unit(self, unit: nn.Module, params: dict[str, Parameter]) -> None:
         for p in params.values():
@@ -341,8 +339,8 @@ class FullyShard(Sharding):
     def local_shard(self, tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
-    def gathered(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype).full_tensor()
+    def full_tensor(self, name: str) -> Tensor:
+        return self.model.get_parameter(name).detach().to(self.dtype).full_tensor()
 
     def wait_for_params(self) -> None:
         """Nothing is in flight, but the last unit stays whole after a forward pass without a backward pass."""
