@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -183,6 +184,7 @@ class RowPlanner:
         return row
 
 
+@dataclass
 class MixturePlanner:
     """
     Rows of several data sets, each with its own planner. The next row comes from the data set that would be furthest
@@ -190,9 +192,9 @@ class MixturePlanner:
     within one row of its share of the tokens.
     """
 
-    def __init__(self, planners: list[RowPlanner], shares: list[float], rows: list[int]):
-        """rows: how many each planner has already given."""
-        self.planners, self.shares, self.rows = planners, shares, list(rows)
+    planners: list[RowPlanner]
+    shares: list[float]
+    rows: list[int]  # how many each planner has already given
 
     def state(self) -> dict:
         return {"rows": list(self.rows), "planners": [planner.state() for planner in self.planners]}
@@ -217,7 +219,7 @@ def plan_rows(data: str, split: str, tokenizer: Tokenizer, row_len: int, seed: i
                 for name, before in zip(shares, states)]
     if len(planners) == 1:
         return planners[0]
-    return MixturePlanner(planners, list(shares.values()), state["rows"] if state else [0] * len(planners))
+    return MixturePlanner(planners, list(shares.values()), list(state["rows"]) if state else [0] * len(planners))
 
 
 def content_of(data: str) -> str:

@@ -4,14 +4,12 @@ Muon: orthogonalized momentum. Update rules are pure functions of tensors; DistM
 Jordan et al. 2024, kellerjordan.github.io/posts/muon. Every matrix moves by a matrix whose singular values are all near
 one, so that directions with small gradients are learned, too.
 """
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.optim.sharding import Sharding, ShardRange, StepStats
+from nanochat.optim.sharding import Sharding, ShardOptimizer, ShardRange, StepStats
 
 # Odd quintic polynomials, one per step, each the best for the interval of singular values left by the previous step.
 # Amsel et al. 2025 ("Polar Express"), arXiv:2505.16932, for five steps; docs/decisions.md has the comparison with
@@ -184,7 +182,7 @@ class MatrixExchange:
         return received
 
 
-class DistMuon:
+class DistMuon(ShardOptimizer):
     """
     Muon for matrices, on a rank's shards. Momentum is elementwise and stays in the shards. Once per step the shards of
     each matrix travel to one rank of the shard group (the work is balanced), are orthogonalized there in stacks of one
@@ -201,15 +199,12 @@ class DistMuon:
         weight_decay: float = 0.0,
     ):
         shards = [shard for shard in sharding.shards if shard.name in names]
-        self.param_groups: list[dict[str, Any]] = [{
-            "shards": shards, "lr": lr, "initial_lr": lr,
-            "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": 0.95,
-        }]
+        group = {"shards": shards, "lr": lr, "weight_decay": weight_decay, "initial_weight_decay": weight_decay,
+                 "momentum": 0.95}
+        super().__init__([group], "momentum")
         self.dtype = sharding.dtype
-        self.state = {"momentum": {shard.name: torch.zeros_like(shard.master) for shard in shards}}
-        self.counters: dict[str, Tensor] = {}
         self.exchanges: list[MatrixExchange] = []
-        self.owned: dict[str, dict[str, Tensor]] = {"second_moment": {}}  # of all exchanges, for checkpoints
+        self.owned["second_moment"] = {}  # of all exchanges
 
         ranges_of_shape: dict[tuple[int, int], dict[str, list[ShardRange]]] = {}
         for name, p in sharding.model.named_parameters():

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,8 @@ def equal_ranges(sizes: dict[str, int], ranks: int) -> tuple[int, dict[str, list
     """
     Lay parameters end to end and cut them into equal parts, one for each rank. A cut may go through a parameter.
 
-    sizes: elements of each parameter. Returns (elements of a part, {name: its ranges}). Padding behind the last parameter is in no range.
+    sizes: elements of each parameter. Returns (elements of a part, {name: its ranges}). Padding behind the last
+    parameter is in no range.
     """
     part_size = ALIGNMENT * ceil(sum(sizes.values()) / (ranks * ALIGNMENT))
     ranges: dict[str, list[ShardRange]] = {}
@@ -129,6 +130,25 @@ class StepStats:
 
     ok: Tensor      # 1.0; 0.0 if a loss or gradient of any rank is not finite: then no rank may change anything
     values: Tensor  # (5,) float32: mean loss, gradient norm before clipping, ok, ranks that ask to stop, to save
+
+
+class ShardOptimizer:
+    """
+    Updates a rank's shards. `state` is cut like the parameters; `owned` is whole, on one rank of the shard group;
+    `counters` are alike on every rank. Checkpoints keep all three.
+    """
+
+    kind: str  # begins their names there
+
+    def __init__(self, groups: list[dict[str, Any]], *moments: str):
+        """groups: [{"shards": [Shard, …], "lr": float, …}, …]. moments: names of the state that begins as zeros."""
+        self.param_groups = [{"initial_lr": group["lr"], **group} for group in groups]
+        self.shards = [shard for group in groups for shard in group["shards"]]
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for moment in moments:
+            self.state[moment] = {s.name: torch.zeros_like(s.master) for s in self.shards}
+        self.owned: dict[str, dict[str, Tensor]] = {}
+        self.counters: dict[str, Tensor] = {}
 
 
 class Sharding(ABC):
