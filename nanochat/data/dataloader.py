@@ -263,7 +263,7 @@ def document_loader(
 
 
 def batches_on_host(planner: Planner, shape: BatchShape, rows_per_step: int, num_rows: int) -> Iterator[Batch]:
-    """This rank's batches, without end, in host memory: pinned if a GPU will copy them."""
+    """This rank's batches, without end, in host memory."""
     while True:
         step_state = planner.state()
         step_rows = [planner.next_row() for _ in range(min(rows_per_step, num_rows))]
@@ -283,8 +283,6 @@ def batches_on_host(planner: Planner, shape: BatchShape, rows_per_step: int, num
             targets[len(own) :] = -1
             lengths = [[length for length, _, _ in row] for row in own]
             cu_seqlens = document_offsets(lengths, shape.device_batch_size, shape.max_seq_len)
-            if shape.device.type == "cuda":
-                inputs, targets, cu_seqlens = (tensor.pin_memory() for tensor in (inputs, targets, cu_seqlens))
             yield Batch(inputs, targets, cu_seqlens, step_state)
 
 

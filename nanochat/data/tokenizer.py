@@ -127,7 +127,7 @@ class Tokenizer:
 
     def get_vocab_size(self) -> int:
         """Number of ids, special tokens included."""
-        return len(self.raw_tokens) + len(SPECIAL_TOKENS)
+        return self.encoding.n_vocab
 
     def token_bytes(self) -> np.ndarray:
         """

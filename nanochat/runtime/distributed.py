@@ -2,7 +2,6 @@
 import atexit
 import contextlib
 import faulthandler
-import functools
 import gc
 import os
 import socket
@@ -20,7 +19,7 @@ from nanochat.runtime.collectives import first_problem, from_rank0, gather_objec
 from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.devices import choose_device_type, compute_dtype, prepare_device
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.exits import tell_restarts
+from nanochat.runtime.exits import job_stores
 from nanochat.runtime.files import base_dir
 
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
@@ -30,8 +29,6 @@ SETUP_TIMEOUT = timedelta(minutes=60)
 TRAINING_TIMEOUT = timedelta(minutes=10)
 # Seconds between the signals of two hosts' torchruns. Each torchrun looks once a second for hosts that want to join.
 MAX_SIGNAL_DELAY = 5
-
-job_stores: list[dist.Store] = []  # torchrun's, which outlives its ranks; none without torchrun
 
 
 def environment_number(name: str, default: int) -> int:
@@ -85,7 +82,6 @@ def join(backend: str, rank: int, world_size: int) -> None:
     # An error that the user has to fix would only happen again: its line ends every restart, on all nodes.
     if job_store.check(["user error"]):
         raise UserError(job_store.get("user error").decode())
-    tell_restarts.append(functools.partial(job_store.set, "user error"))
     job_stores.append(job_store)
     hosts = Counter(gather_objects(socket.gethostname()))
     if world_size > 1:
