@@ -119,7 +119,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; invalid UTF-8 becomes U+FFFD, special tokens become their names."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return self.encoding.decode(list(ids))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of ids. KeyError for an id outside the vocabulary."""

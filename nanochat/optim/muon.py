@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.optim.sharding import Sharding, ShardOptimizer, ShardRange, StepStats
+from nanochat.optim.sharding import Sharding, ShardOptimizer, StepStats
 
 # Odd quintic polynomials, one per step, each the best for the interval of singular values left by the previous step.
 # Amsel et al. 2025 ("Polar Express"), arXiv:2505.16932, for five steps; docs/decisions.md has the comparison with
@@ -112,10 +112,10 @@ class MatrixExchange:
     def __init__(
         self,
         shape: tuple[int, int],
-        ranges: dict[str, list[ShardRange]],
         owners: dict[str, int],
         sharding: Sharding,
     ):
+        """owners: the matrices' names, and which rank of the shard group owns each."""
         self.shape = shape
         self.groups = sharding.groups
         self.ranks = sharding.shard_count
@@ -123,10 +123,10 @@ class MatrixExchange:
         rank = sharding.shard_rank
 
         # Every rank lists all pieces in the same order, by their matrix's owner, so messages need no names.
-        pieces = [(name, r) for name in sorted(ranges, key=owners.get) for r in ranges[name]]
+        pieces = [(name, r) for name in sorted(owners, key=owners.get) for r in sharding.ranges[name]]
         kept = {s.name: s for s in sharding.shards}
         self.shards = [kept[name] for name, r in pieces if r.rank == rank]  # this rank's, in order of sending
-        self.owned = [name for name in ranges if owners[name] == rank]
+        self.owned = [name for name in owners if owners[name] == rank]
         self.second_moment = torch.zeros(len(self.owned), max(shape), device=sharding.device)  # (n, longer side)
         # Pieces of the owned matrices, matrix by matrix, and in order of arrival.
         self.pieces_owned = [piece for piece in pieces if owners[piece[0]] == rank]
@@ -206,19 +206,18 @@ class DistMuon(ShardOptimizer):
         self.exchanges: list[MatrixExchange] = []
         self.owned["second_moment"] = {}  # of all exchanges
 
-        ranges_of_shape: dict[tuple[int, int], dict[str, list[ShardRange]]] = {}
+        names_of_shape: dict[tuple[int, int], list[str]] = {}
         for name, p in sharding.model.named_parameters():
             if name in names:
-                ranges_of_shape.setdefault(tuple(p.shape), {})[name] = sharding.ranges[name]
+                names_of_shape.setdefault(tuple(p.shape), []).append(name)
         loads = [0] * sharding.shard_count
-        for shape in sorted(ranges_of_shape, key=work_of, reverse=True):
-            ranges = ranges_of_shape[shape]
+        for shape in sorted(names_of_shape, key=work_of, reverse=True):
             owners: dict[str, int] = {}
             # The largest matrix first, each to the least loaded rank.
-            for name in ranges:
+            for name in names_of_shape[shape]:
                 owners[name] = loads.index(min(loads))
                 loads[owners[name]] += work_of(shape)
-            exchange = MatrixExchange(shape, ranges, owners, sharding)
+            exchange = MatrixExchange(shape, owners, sharding)
             self.exchanges.append(exchange)
             self.owned["second_moment"].update(zip(exchange.owned, exchange.second_moment))
 

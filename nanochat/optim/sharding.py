@@ -114,16 +114,6 @@ def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module,
     return parts
 
 
-def place_in_pipeline(rank: int, world_size: int, pipeline_stages: int) -> tuple[int, int, int]:
-    """
-    (pipeline stage of a rank, its number within the stage, the stage's number of ranks). The ranks of a stage are
-    neighbours and share a gradient; ranks of the same number form one pipeline.
-    """
-    dp_ranks = world_size // pipeline_stages
-    pipeline_stage, dp_rank = divmod(rank, dp_ranks)
-    return pipeline_stage, dp_rank, dp_ranks
-
-
 @dataclass
 class StepStats:
     """A step's numbers, equal on every rank, on the device: reading them on the host waits for the step."""
@@ -174,7 +164,7 @@ class Sharding(ABC):
         # --- Which ranks share what
         self.rank, self.world_size = rank_and_size()
         self.pipeline_stages = pipeline_stages
-        self.pipeline_stage, dp_rank, self.dp_ranks = place_in_pipeline(self.rank, self.world_size, pipeline_stages)
+        self.dp_ranks = self.world_size // pipeline_stages  # of a pipeline stage: neighbours that share a gradient
         # The table in zero.py calls it N.
         self.shard_count = self.dp_ranks if shard_size == -1 else shard_size
         if zero_stage == 0:
@@ -182,12 +172,13 @@ class Sharding(ABC):
         if self.dp_ranks % self.shard_count:
             raise UserError(f"shard_size={shard_size} does not divide the {self.dp_ranks} ranks; -1 is all ranks")
         self.replicas = self.dp_ranks // self.shard_count
-        self.replica, self.shard_rank = divmod(dp_rank, self.shard_count)
+        self.pipeline_stage = self.replica = self.shard_rank = 0
         self.mesh = None
         self.groups: dict[str, dist.ProcessGroup] = {}  # by dimension; one process may have none
         if dist.is_initialized():
             shape = (pipeline_stages, self.replicas, self.shard_count)
             self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+            self.pipeline_stage, self.replica, self.shard_rank = self.mesh.get_coordinate()
             self.groups = {name: self.mesh.get_group(name) for name in DIMENSIONS}
             set_timeout(SETUP_TIMEOUT, *self.groups.values())
 
@@ -203,8 +194,8 @@ class Sharding(ABC):
         self.stage_and_shape: dict[str, tuple[int, tuple[int, ...]]] = {}
         for of_rank in of_ranks:
             self.stage_and_shape |= of_rank
-        # Whether the last micro-step of a step has begun.
-        self.last = False
+        self.last = False  # whether the last micro-step of a step has begun
+        self.passes = 1    # backward passes of each unit in a micro-step; `Pipeline.connect` sets it
 
     # --- Setup
 
@@ -239,10 +230,10 @@ class Sharding(ABC):
     # --- Micro-steps
 
     @abstractmethod
-    def accumulate(self, last: bool, passes: int = 1) -> contextlib.AbstractContextManager[None]:
+    def accumulate(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """
         Around a micro-step's forward and backward passes, equally often on every rank. last: the last micro-step of the
-        optimizer step. passes: backward passes of each unit.
+        optimizer step.
         """
 
     # --- Once per step
@@ -252,13 +243,13 @@ class Sharding(ABC):
         params = dict(self.model.named_parameters())
         for shard in self.shards:
             grad = params[shard.name].grad
-            shard.grad = torch.zeros_like(shard.master) if grad is None else self.local_shard(grad).reshape(-1)
+            if grad is None:
+                grad = torch.zeros_like(shard.master)
+            elif self.zero_stage == 3:
+                grad = grad.to_local()
+            shard.grad = grad.reshape(-1)
         for p in params.values():
             p.grad = None
-
-    def local_shard(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter or of its gradient."""
-        return tensor
 
     # ---- reduce: one all-reduce of six numbers; here losses are combined
 
@@ -344,8 +335,7 @@ class Sharding(ABC):
         else:
             whole = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.pipeline_stages > 1:
-            source = pipeline_stage * self.dp_ranks + self.rank % self.dp_ranks
-            dist.broadcast(whole, source, group=self.groups["pipeline"])
+            dist.broadcast(whole, group=self.groups["pipeline"], group_src=pipeline_stage)
         return whole
 
     def gather_model(self) -> nn.Module:

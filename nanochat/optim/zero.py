@@ -170,7 +170,6 @@ class Buckets(Sharding):
     def __init__(self, *layout):
         super().__init__(*layout)
         self.buckets: list[Bucket] = []         # one per unit
-        self.passes = 1                         # backward passes in this micro-step
         self.unsent: deque[Bucket] = deque()    # in this micro-step, in the order in which every rank sends
         self.in_flight: deque[Sent] = deque()   # the oldest first
 
@@ -189,7 +188,7 @@ class Buckets(Sharding):
     # ---- backward: a unit's gradients are complete, and travel
 
     @contextlib.contextmanager
-    def accumulate(self, last: bool, passes: int = 1) -> Iterator[None]:
+    def accumulate(self, last: bool) -> Iterator[None]:
         """
         Gradients travel during the backward pass (of several `passes`, during the last one of each unit): on stages 0
         and 1 in the last micro-step of a step, on stage 2 in every one. All ranks send buckets from the last unit to
@@ -197,7 +196,6 @@ class Buckets(Sharding):
         orders on different ranks would mix units.
         """
         self.last = last
-        self.passes = passes
         sends_now = last or (self.zero_stage == 2 and self.shard_count > 1)
         if self.dp_ranks > 1 and sends_now:
             self.unsent.extend(reversed(self.buckets))
@@ -329,15 +327,11 @@ class FullyShard(Sharding):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 
     @contextlib.contextmanager
-    def accumulate(self, last: bool, passes: int = 1) -> Iterator[None]:
+    def accumulate(self, last: bool) -> Iterator[None]:
         """Gradients travel in every micro-step, between replicas only in the last one."""
         self.last = last
-        if self.replicas > 1:
-            self.model.set_requires_all_reduce(last)
+        self.model.set_requires_all_reduce(last)
         yield
-
-    def local_shard(self, tensor: Tensor) -> Tensor:
-        return tensor.to_local()
 
     def full_tensor(self, name: str) -> Tensor:
         return self.model.get_parameter(name).detach().to(self.dtype).full_tensor()
