@@ -33,7 +33,7 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.runtime.distributed import compute_init
 
-*_, device = compute_init("")
+device = compute_init("")
 # Only its size matters: no text is made.
 tokenizer = Tokenizer([bytes(divmod(i, 256)) for i in range(vocab_size - 256 - len(SPECIAL_TOKENS))])
 model = GPT(config_from_depth(depth, vocab_size, 512, arch=arch)).to(device)

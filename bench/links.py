@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import PageBlock, on_ranks
+from nanochat.runtime.collectives import rank_and_size
 from nanochat.runtime.devices import synchronize
 from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.tables import cell, markdown_table
@@ -42,7 +43,8 @@ def measure(rank: int, ranks: int, device: torch.device) -> list[list[str]]:
     return lines
 
 
-rank, ranks, device = compute_init("")
+device = compute_init("")
+rank, ranks = rank_and_size()
 lines = measure(rank, ranks, device) if ranks > 1 else on_ranks(2, measure, torch.device("cpu"))
 if rank == 0:
     block.show(markdown_table(["bytes", "µs", "GB/s"], lines))

@@ -57,7 +57,7 @@ def timed_steps(rank: int, ranks: int, micro_batches: int) -> list[list[dict]]:
     found = []
     for _ in range(STEPS):
         passes.clear()
-        with sharding.accumulate(last=True, passes=micro_batches):
+        with sharding.accumulate(last=True):
             pipeline.step(tokens[:, :-1], tokens[:, 1:], document_offsets([], micro_batches, CONFIG.sequence_len))
         sharding.collect_gradients()
         found.append(gather_objects(passes))

@@ -30,7 +30,7 @@ from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.checkpoint import find_model, load_checkpoint
 from nanochat.training.run_report import write_section
 
-_, _, device = compute_init(device_type)
+device = compute_init(device_type)
 checkpoint = find_model("base", model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
 max_seq_len = model.config.sequence_len

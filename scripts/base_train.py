@@ -228,7 +228,7 @@ while True:
     #             sum of gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
     for micro_step in range(grad_accum_steps):
-        with sharding.accumulate(last=micro_step == grad_accum_steps - 1, passes=micro_batches):
+        with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             if pipeline_stages > 1:
                 loss = pipeline.step(inputs, targets, cu_seqlens)  # both passes of all micro-batches, interleaved
             else:

@@ -49,7 +49,7 @@ Ctrl-C    stop an answer"""
 # Printed before a part of this type.
 BEFORE = {"python": "[", "python_output": " = ", "text": "] "}
 
-*_, device = compute_init(device_type)
+device = compute_init(device_type)
 stage = latest_stage(model_tag) if source == "auto" else source
 checkpoint = find_model(stage, model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)

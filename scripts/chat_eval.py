@@ -36,7 +36,7 @@ from nanochat.runtime.tables import markdown_table
 from nanochat.training.checkpoint import find_model, load_checkpoint
 from nanochat.training.run_report import write_section
 
-*_, device = compute_init(device_type)
+device = compute_init(device_type)
 checkpoint = find_model(source, model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
 print0(f"model: {checkpoint}")

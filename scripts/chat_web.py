@@ -77,7 +77,7 @@ def serve(stage: str, checkpoint: Path) -> ServedModel:
         print0(warning)
     tools = open_library(library, copying)
     # Not earlier: while runs are only watched, a GPU is left to them.
-    *_, device = compute_init(device_type)
+    device = compute_init(device_type)
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     engine = Engine(model.eval().to(compute_dtype(dtype, device)), tokenizer, 2 * max_batch, tools=tools)
     examples = example_questions(specs, library=tools.library)

@@ -46,7 +46,7 @@ class Run:
         shards = self.sharding.shards
         names = [name for name, p in Model(units).named_parameters() if p.dim() == 2]
         self.muon = DistMuon(self.sharding, names, LR, DECAY)
-        adamw = DistAdamW([{"shards": [s for s in shards if len(s.shape) == 1], "lr": LR}], torch.device("cpu"))
+        adamw = DistAdamW([{"shards": [s for s in shards if s.name not in names], "lr": LR}], torch.device("cpu"))
         self.optimizers = [self.muon, adamw, EMANesterov(shards, 0.5)]
         self.shapes = {name: p.shape for name, p in Model(units, seed=1).named_parameters()}
 

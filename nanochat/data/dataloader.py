@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -183,6 +184,7 @@ class RowPlanner:
         return row
 
 
+@dataclass
 class MixturePlanner:
     """
     Rows of several data sets, each with its own planner. The next row comes from the data set that would be furthest
@@ -190,9 +192,9 @@ class MixturePlanner:
     within one row of its share of the tokens.
     """
 
-    def __init__(self, planners: list[RowPlanner], shares: list[float], rows: list[int]):
-        """rows: how many each planner has already given."""
-        self.planners, self.shares, self.rows = planners, shares, list(rows)
+    planners: list[RowPlanner]
+    shares: list[float]
+    rows: list[int]  # how many each planner has already given
 
     def state(self) -> dict:
         return {"rows": list(self.rows), "planners": [planner.state() for planner in self.planners]}
@@ -217,7 +219,7 @@ def plan_rows(data: str, split: str, tokenizer: Tokenizer, row_len: int, seed: i
                 for name, before in zip(shares, states)]
     if len(planners) == 1:
         return planners[0]
-    return MixturePlanner(planners, list(shares.values()), state["rows"] if state else [0] * len(planners))
+    return MixturePlanner(planners, list(shares.values()), list(state["rows"]) if state else [0] * len(planners))
 
 
 def content_of(data: str) -> str:
@@ -261,7 +263,7 @@ def document_loader(
 
 
 def batches_on_host(planner: Planner, shape: BatchShape, rows_per_step: int, num_rows: int) -> Iterator[Batch]:
-    """This rank's batches, without end, in host memory: pinned if a GPU will copy them."""
+    """This rank's batches, without end, in host memory."""
     while True:
         step_state = planner.state()
         step_rows = [planner.next_row() for _ in range(min(rows_per_step, num_rows))]
@@ -281,8 +283,6 @@ def batches_on_host(planner: Planner, shape: BatchShape, rows_per_step: int, num
             targets[len(own) :] = -1
             lengths = [[length for length, _, _ in row] for row in own]
             cu_seqlens = document_offsets(lengths, shape.device_batch_size, shape.max_seq_len)
-            if shape.device.type == "cuda":
-                inputs, targets, cu_seqlens = (tensor.pin_memory() for tensor in (inputs, targets, cu_seqlens))
             yield Batch(inputs, targets, cu_seqlens, step_state)
 
 

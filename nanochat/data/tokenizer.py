@@ -34,20 +34,18 @@ SPECIAL_TOKENS = (
 # a million blanks overflow its stack. (Letters and punctuation may run on for megabytes.)
 def split_pattern(letters: str = "*", signs: str = "+") -> str:
     """letters, signs: how many letters follow a word's first one, and how many signs stand together."""
-    return "|".join((
-        "(?:" + "|".join((
-            r"'(?i:[sdmt]|ll|ve|re)",         # the ends of I'm, you're, we'll
-            # A word, with one blank or sign before it; many scripts write vowels as marks, but marks after no letter
-            # (in emoji) are signs.
-            r"[^\r\n\p{L}\p{N}]?\p{L}[\p{L}\p{M}]" + letters,
-            r"\p{N}{1,2}",                    # digits in twos: few tokens per number, and only 100 pairs to learn
-            # Punctuation, with the line ends after it.
-            r" ?[^\s\p{L}\p{N}]" + signs + r"[\r\n]*",
-            r"\s{0,255}[\r\n]",               # blank lines
-        )) + ")",
-        r"\s{1,256}(?!\S)",                   # blanks except the last one, which belongs to the next piece
-        r"\s",
-    ))
+    return (
+        r"(?:'(?i:[sdmt]|ll|ve|re)"           # the ends of I'm, you're, we'll
+        # A word, with one blank or sign before it; many scripts write vowels as marks, but marks after no letter
+        # (in emoji) are signs.
+        r"|[^\r\n\p{L}\p{N}]?\p{L}[\p{L}\p{M}]" + letters +
+        r"|\p{N}{1,2}"                        # digits in twos: few tokens per number, and only 100 pairs to learn
+        # Punctuation, with the line ends after it.
+        r"| ?[^\s\p{L}\p{N}]" + signs + r"[\r\n]*"
+        r"|\s{0,255}[\r\n])"                  # blank lines
+        r"|\s{1,256}(?!\S)"                   # blanks except the last one, which belongs to the next piece
+        r"|\s"
+    )
 
 
 SPLIT_PATTERN = split_pattern()
@@ -121,7 +119,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; invalid UTF-8 becomes U+FFFD, special tokens become their names."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return self.encoding.decode(list(ids))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of ids. KeyError for an id outside the vocabulary."""
@@ -129,7 +127,7 @@ class Tokenizer:
 
     def get_vocab_size(self) -> int:
         """Number of ids, special tokens included."""
-        return len(self.raw_tokens) + len(SPECIAL_TOKENS)
+        return self.encoding.n_vocab
 
     def token_bytes(self) -> np.ndarray:
         """

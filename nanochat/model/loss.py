@@ -76,14 +76,13 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         # The sum over chunks is taken in float32.
         grad_head = torch.zeros_like(head, dtype=torch.float32)
         each_loss = torch.empty_like(weights)
-        start = 0
-        for rows, row_targets, row_weights in row_chunks(head.size(0), x, targets.clamp(min=0), weights):
+        chunks = row_chunks(head.size(0), x, targets.clamp(min=0), weights, grad_x, each_loss)
+        for rows, row_targets, row_weights, rows_grad, row_losses in chunks:
             losses, total, grad = losses_and_gradient(multiply.logits(rows), row_targets, real, softcap)
             loss += (losses * row_weights).sum()
             to_rows, to_head = multiply.gradients(grad, total, row_weights, rows)
-            grad_x[start : start + len(rows)] = to_rows
-            each_loss[start : start + len(rows)] = losses
-            start += len(rows)
+            rows_grad.copy_(to_rows)
+            row_losses.copy_(losses)
             compiled(add_to)(grad_head, to_head)
             del to_rows, to_head
         ctx.save_for_backward(grad_x, grad_head, each_loss)

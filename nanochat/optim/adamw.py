@@ -4,7 +4,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanochat.optim.sharding import StepStats
+from nanochat.optim.sharding import ShardOptimizer, StepStats
 from nanochat.runtime.compiling import in_one_pass
 
 # Defaults of a group. The betas are nanochat's.
@@ -37,10 +37,10 @@ def bias_correction(beta: float, step: Tensor) -> Tensor:
     return -torch.expm1(step * math.log(beta))
 
 
-class DistAdamW:
+class DistAdamW(ShardOptimizer):
     """
     AdamW on a rank's shards; it needs no communication, because its update is elementwise.
-    groups: [{"shards": [Shard, …], "lr": float}, …]; a group may override DEFAULTS.
+    A group may override DEFAULTS.
     """
 
     kind = "adamw"
@@ -50,16 +50,9 @@ class DistAdamW:
         groups: list[dict],
         device: torch.device | str = "cpu",
     ):
-        self.param_groups = [{**DEFAULTS, "initial_lr": group["lr"], **group} for group in groups]
-        shards = [shard for group in groups for shard in group["shards"]]
-        self.state = {
-            "exp_avg": {s.name: torch.zeros_like(s.master) for s in shards},
-            "exp_avg_sq": {s.name: torch.zeros_like(s.master) for s in shards},
-        }
-        # Empty: AdamW's state is all in the shards. NorMuon keeps whole rows here.
-        self.owned: dict[str, dict[str, Tensor]] = {}
+        super().__init__([DEFAULTS | group for group in groups], "exp_avg", "exp_avg_sq")
         # Applied steps; float32 counts exactly up to 2^24.
-        self.counters = {"steps": torch.zeros((), dtype=torch.float32, device=device)}
+        self.counters["steps"] = torch.zeros((), dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:

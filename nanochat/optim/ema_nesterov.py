@@ -10,12 +10,10 @@ kept.
 A run's last weights are blended with a: each is noisy, as the learning rate does not fall to zero, and a mean over late
 steps is less so. modded-nanogpt, pull requests 325, 349, 364, with 0.25 to 0.6 of the mean.
 """
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from nanochat.optim.sharding import Shard, StepStats
+from nanochat.optim.sharding import Shard, ShardOptimizer, StepStats
 from nanochat.runtime.compiling import in_one_pass
 
 DECAY = 0.99
@@ -28,7 +26,7 @@ def move_ahead(master: Tensor, average: Tensor, weight: Tensor, distance: Tensor
     master.addcmul_(move, distance)
 
 
-class EMANesterov:
+class EMANesterov(ShardOptimizer):
     """
     The last optimizer of a step, on a rank's shards, elementwise like AdamW. The weights after it are the run's: they
     are sent, evaluated and saved. With a rate of 0 it only averages them.
@@ -38,11 +36,9 @@ class EMANesterov:
 
     def __init__(self, shards: list[Shard], distance: float):
         """distance: β at the highest learning rate; β falls with the rate."""
-        self.param_groups: list[dict[str, Any]] = [{"shards": shards, "lr": distance, "initial_lr": distance}]
+        super().__init__([{"shards": shards, "lr": distance}])
         # Starts as the run's initial weights.
-        self.state = {"average": {s.name: s.master.clone() for s in shards}}
-        self.owned: dict[str, dict[str, Tensor]] = {}
-        self.counters: dict[str, Tensor] = {}
+        self.state["average"] = {s.name: s.master.clone() for s in shards}
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:
@@ -50,7 +46,7 @@ class EMANesterov:
         (group,) = self.param_groups
         weight = (1 - DECAY) * stats.ok
         distance = stats.ok.new_full((), group["lr"])
-        for s in group["shards"]:
+        for s in self.shards:
             in_one_pass(move_ahead, s.master, self.state["average"][s.name], weight, distance)
 
     @torch.no_grad()
@@ -59,6 +55,6 @@ class EMANesterov:
         After the last step: the weights become (1 − share) · weights + share · average, but for embeddings. The average
         stays. A run that is resumed with more steps goes on from the blended weights. roles: of all parameters.
         """
-        for s in self.param_groups[0]["shards"]:
+        for s in self.shards:
             if "embedding" not in roles[s.name]:
                 s.master.lerp_(self.state["average"][s.name], share)

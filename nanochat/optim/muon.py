@@ -4,14 +4,12 @@ Muon: orthogonalized momentum. Update rules are pure functions of tensors; DistM
 Jordan et al. 2024, kellerjordan.github.io/posts/muon. Every matrix moves by a matrix whose singular values are all near
 one, so that directions with small gradients are learned, too.
 """
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.optim.sharding import Sharding, ShardRange, StepStats
+from nanochat.optim.sharding import Sharding, ShardOptimizer, StepStats
 
 # Odd quintic polynomials, one per step, each the best for the interval of singular values left by the previous step.
 # Amsel et al. 2025 ("Polar Express"), arXiv:2505.16932, for five steps; docs/decisions.md has the comparison with
@@ -107,17 +105,17 @@ def muon_update(
 
 class MatrixExchange:
     """
-    Brings the shards of all matrices of one shape to the rank of the shard group that owns the matrix, and back. A rank
-    may own no matrix, and keep no shard. One rank sends nothing.
+    The matrices of one shape: brings their shards to the rank of the shard group that owns the matrix, and back. A rank
+    may own no matrix, and keep no shard. One rank sends nothing. The owner keeps NorMuon's second moments.
     """
 
     def __init__(
         self,
         shape: tuple[int, int],
-        ranges: dict[str, list[ShardRange]],
         owners: dict[str, int],
         sharding: Sharding,
     ):
+        """owners: the matrices' names, and which rank of the shard group owns each."""
         self.shape = shape
         self.groups = sharding.groups
         self.ranks = sharding.shard_count
@@ -125,23 +123,25 @@ class MatrixExchange:
         rank = sharding.shard_rank
 
         # Every rank lists all pieces in the same order, by their matrix's owner, so messages need no names.
-        pieces = [(name, r) for name in sorted(ranges, key=owners.get) for r in ranges[name]]
-        self.kept = {name: r.size for name, r in pieces if r.rank == rank}  # elements, in order of sending
-        self.owned = [name for name in ranges if owners[name] == rank]
+        pieces = [(name, r) for name in sorted(owners, key=owners.get) for r in sharding.ranges[name]]
+        kept = {s.name: s for s in sharding.shards}
+        self.shards = [kept[name] for name, r in pieces if r.rank == rank]  # this rank's, in order of sending
+        self.owned = [name for name in owners if owners[name] == rank]
+        self.second_moment = torch.zeros(len(self.owned), max(shape), device=sharding.device)  # (n, longer side)
         # Pieces of the owned matrices, matrix by matrix, and in order of arrival.
         self.pieces_owned = [piece for piece in pieces if owners[piece[0]] == rank]
         self.arriving = sorted(self.pieces_owned, key=lambda piece: piece[1].rank)
         # Elements to each owner, and from each rank.
         self.outgoing = [0] * self.ranks
         self.incoming = [0] * self.ranks
-        for name, size in self.kept.items():
-            self.outgoing[owners[name]] += size
+        for s in self.shards:
+            self.outgoing[owners[s.name]] += len(s.master)
         for _, r in self.arriving:
             self.incoming[r.rank] += r.size
 
-    def send(self, updates: dict[str, Tensor]) -> None:
-        """Start sending this rank's shards of the updates, flat, to the owners."""
-        self.start([updates[name] for name in self.kept], self.outgoing, self.incoming)
+    def send(self, updates: list[Tensor]) -> None:
+        """Start sending the updates of this rank's `shards`, flat, to the owners."""
+        self.start(updates, self.outgoing, self.incoming)
 
     def receive(self) -> Tensor:
         """Wait for `send`: a stack (n, rows, cols) of the matrices that this rank owns; n may be 0."""
@@ -156,9 +156,9 @@ class MatrixExchange:
         flat = dict(zip(self.owned, stack.flatten(1)))
         self.start([flat[name][r.start : r.end] for name, r in self.arriving], self.incoming, self.outgoing)
 
-    def receive_back(self) -> dict[str, Tensor]:
-        """Wait for `send_back`: this rank's shards by name, flat."""
-        return dict(zip(self.kept, self.finish().split(list(self.kept.values()))))
+    def receive_back(self) -> tuple[Tensor, ...]:
+        """Wait for `send_back`: an update for each of this rank's `shards`, flat."""
+        return self.finish().split([len(s.master) for s in self.shards])
 
     def start(
         self,
@@ -182,7 +182,7 @@ class MatrixExchange:
         return received
 
 
-class DistMuon:
+class DistMuon(ShardOptimizer):
     """
     Muon for matrices, on a rank's shards. Momentum is elementwise and stays in the shards. Once per step the shards of
     each matrix travel to one rank of the shard group (the work is balanced), are orthogonalized there in stacks of one
@@ -199,61 +199,52 @@ class DistMuon:
         weight_decay: float = 0.0,
     ):
         shards = [shard for shard in sharding.shards if shard.name in names]
-        self.param_groups: list[dict[str, Any]] = [{
-            "shards": shards, "lr": lr, "initial_lr": lr,
-            "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": 0.95,
-        }]
+        group = {"shards": shards, "lr": lr, "weight_decay": weight_decay, "initial_weight_decay": weight_decay,
+                 "momentum": 0.95}
+        super().__init__([group], "momentum")
         self.dtype = sharding.dtype
-        self.state = {"momentum": {shard.name: torch.zeros_like(shard.master) for shard in shards}}
-        self.counters: dict[str, Tensor] = {}
-        self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
-        self.second_moments: dict[tuple[int, int], Tensor] = {}  # by shape: (owned matrices, longer side)
-        self.owned: dict[str, dict[str, Tensor]] = {"second_moment": {}}  # the same by name, for checkpoints
+        self.exchanges: list[MatrixExchange] = []
+        self.owned["second_moment"] = {}  # of all exchanges
 
-        ranges_of_shape: dict[tuple[int, int], dict[str, list[ShardRange]]] = {}
+        names_of_shape: dict[tuple[int, int], list[str]] = {}
         for name, p in sharding.model.named_parameters():
             if name in names:
-                ranges_of_shape.setdefault(tuple(p.shape), {})[name] = sharding.ranges[name]
+                names_of_shape.setdefault(tuple(p.shape), []).append(name)
         loads = [0] * sharding.shard_count
-        for shape in sorted(ranges_of_shape, key=work_of, reverse=True):
-            ranges = ranges_of_shape[shape]
+        for shape in sorted(names_of_shape, key=work_of, reverse=True):
             owners: dict[str, int] = {}
             # The largest matrix first, each to the least loaded rank.
-            for name in ranges:
+            for name in names_of_shape[shape]:
                 owners[name] = loads.index(min(loads))
                 loads[owners[name]] += work_of(shape)
-            exchange = MatrixExchange(shape, ranges, owners, sharding)
-            self.exchanges[shape] = exchange
-            rows = torch.zeros(len(exchange.owned), max(shape), device=sharding.device)
-            self.second_moments[shape] = rows
-            self.owned["second_moment"].update(zip(exchange.owned, rows))
+            exchange = MatrixExchange(shape, owners, sharding)
+            self.exchanges.append(exchange)
+            self.owned["second_moment"].update(zip(exchange.owned, exchange.second_moment))
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:
         """Apply the shards' gradients, unless the step is not ok: then nothing changes on any rank."""
         (group,) = self.param_groups
-        shards = {shape: [s for s in group["shards"] if s.shape == shape] for shape in self.exchanges}
         # All shapes are sent before any is awaited: one travels while another is computed.
-        for shape, exchange in self.exchanges.items():
-            updates = {}
-            for s in shards[shape]:
+        for exchange in self.exchanges:
+            updates = []
+            for s in exchange.shards:
                 update = nesterov_momentum(s.grad, self.state["momentum"][s.name], group["momentum"], stats.ok)
-                updates[s.name] = update.to(self.dtype)
+                updates.append(update.to(self.dtype))
             exchange.send(updates)
-        for shape, exchange in self.exchanges.items():
+        for exchange in self.exchanges:
             # MuonEq (Chang et al. 2026, arXiv:2603.28254): rows get equal lengths, so that small ones count, too.
             momentum = F.normalize(exchange.receive(), dim=-1, eps=SMALLEST)  # (owned matrices, rows, cols)
             update = orthogonalize(momentum)
-            exchange.send_back(normuon(update, self.second_moments[shape], stats.ok))
-        for shape, exchange in self.exchanges.items():
-            updates = exchange.receive_back()
-            rows, cols = shape
+            exchange.send_back(normuon(update, exchange.second_moment, stats.ok))
+        for exchange in self.exchanges:
+            rows, cols = exchange.shape
             # An orthogonal update of a tall matrix changes each of its outputs less; √(rows/cols) compensates for it.
             lr = group["lr"] * max(1.0, rows / cols) ** 0.5
             # A decay that was chosen for a tiny horizon could flip weights' signs.
             decay = min(lr * group["weight_decay"], 1.0)
-            for s in shards[shape]:
-                muon_update(s.master, updates[s.name], lr * stats.ok, decay * stats.ok if decay else None)
+            for s, update in zip(exchange.shards, exchange.receive_back()):
+                muon_update(s.master, update, lr * stats.ok, decay * stats.ok if decay else None)
 
 
 def work_of(shape: tuple[int, int]) -> int:

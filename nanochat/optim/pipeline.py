@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nanochat.model.gpt import GPT, Streams, model_without_memory, norm
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.sharding import Sharding, partition, place_in_pipeline
+from nanochat.optim.sharding import Sharding, partition
 from nanochat.runtime.errors import UserError
 
 
@@ -77,7 +77,8 @@ class Pipeline:
         self.pipeline_stages = pipeline_stages
         self.layers_of_stages = stage_layers(config, pipeline_stages)
         # dp_ranks counts the pipelines that work side by side, on different rows.
-        self.pipeline_stage, self.dp_rank, self.dp_ranks = place_in_pipeline(rank, world_size, pipeline_stages)
+        self.dp_ranks = world_size // pipeline_stages
+        self.pipeline_stage, self.dp_rank = divmod(rank, self.dp_ranks)
         self.layers = self.layers_of_stages[self.pipeline_stage]
         self.is_last = self.pipeline_stage == pipeline_stages - 1
 
@@ -102,7 +103,7 @@ class Pipeline:
 
         # Examples, without memory, of the tensors that the stage receives and sends: tokens, streams.
         shape = (rows, self.config.sequence_len)
-        self.micro_batches = micro_batches
+        self.micro_batches = sharding.passes = micro_batches
         streams = torch.empty(self.config.streams, *shape, self.config.n_embd, dtype=sharding.dtype, device="meta")
         streams.requires_grad_()
 

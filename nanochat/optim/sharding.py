@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,25 +50,25 @@ class Shard:
     """
 
     name: str
-    shape: tuple[int, ...]  # the whole parameter's
     start: int
     end: int
     master: Tensor
     grad: Tensor | None = None
 
 
-def equal_ranges(shapes: dict[str, tuple[int, ...]], ranks: int) -> tuple[int, dict[str, list[ShardRange]]]:
+def equal_ranges(sizes: dict[str, int], ranks: int) -> tuple[int, dict[str, list[ShardRange]]]:
     """
     Lay parameters end to end and cut them into equal parts, one for each rank. A cut may go through a parameter.
 
-    Returns (elements of a part, {name: its ranges}). Padding behind the last parameter is in no range.
+    sizes: elements of each parameter. Returns (elements of a part, {name: its ranges}). Padding behind the last
+    parameter is in no range.
     """
-    part_size = ALIGNMENT * ceil(sum(map(prod, shapes.values())) / (ranks * ALIGNMENT))
+    part_size = ALIGNMENT * ceil(sum(sizes.values()) / (ranks * ALIGNMENT))
     ranges: dict[str, list[ShardRange]] = {}
     offset = 0  # where the parameter begins
-    for name, shape in shapes.items():
-        ranges[name] = cut(prod(shape), part_size, ranks, offset)
-        offset += prod(shape)
+    for name, size in sizes.items():
+        ranges[name] = cut(size, part_size, ranks, offset)
+        offset += size
     return part_size, ranges
 
 
@@ -114,22 +114,31 @@ def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module,
     return parts
 
 
-def place_in_pipeline(rank: int, world_size: int, pipeline_stages: int) -> tuple[int, int, int]:
-    """
-    (pipeline stage of a rank, its number within the stage, the stage's number of ranks). The ranks of a stage are
-    neighbours and share a gradient; ranks of the same number form one pipeline.
-    """
-    dp_ranks = world_size // pipeline_stages
-    pipeline_stage, dp_rank = divmod(rank, dp_ranks)
-    return pipeline_stage, dp_rank, dp_ranks
-
-
 @dataclass
 class StepStats:
     """A step's numbers, equal on every rank, on the device: reading them on the host waits for the step."""
 
     ok: Tensor      # 1.0; 0.0 if a loss or gradient of any rank is not finite: then no rank may change anything
     values: Tensor  # (5,) float32: mean loss, gradient norm before clipping, ok, ranks that ask to stop, to save
+
+
+class ShardOptimizer:
+    """
+    Updates a rank's shards. `state` is cut like the parameters; `owned` is whole, on one rank of the shard group;
+    `counters` are alike on every rank. Checkpoints keep all three.
+    """
+
+    kind: str  # begins their names there
+
+    def __init__(self, groups: list[dict[str, Any]], *moments: str):
+        """groups: [{"shards": [Shard, …], "lr": float, …}, …]. moments: names of the state that begins as zeros."""
+        self.param_groups = [{"initial_lr": group["lr"], **group} for group in groups]
+        self.shards = [shard for group in groups for shard in group["shards"]]
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for moment in moments:
+            self.state[moment] = {s.name: torch.zeros_like(s.master) for s in self.shards}
+        self.owned: dict[str, dict[str, Tensor]] = {}
+        self.counters: dict[str, Tensor] = {}
 
 
 class Sharding(ABC):
@@ -155,7 +164,7 @@ class Sharding(ABC):
         # --- Which ranks share what
         self.rank, self.world_size = rank_and_size()
         self.pipeline_stages = pipeline_stages
-        self.pipeline_stage, dp_rank, self.dp_ranks = place_in_pipeline(self.rank, self.world_size, pipeline_stages)
+        self.dp_ranks = self.world_size // pipeline_stages  # of a pipeline stage: neighbours that share a gradient
         # The table in zero.py calls it N.
         self.shard_count = self.dp_ranks if shard_size == -1 else shard_size
         if zero_stage == 0:
@@ -163,12 +172,13 @@ class Sharding(ABC):
         if self.dp_ranks % self.shard_count:
             raise UserError(f"shard_size={shard_size} does not divide the {self.dp_ranks} ranks; -1 is all ranks")
         self.replicas = self.dp_ranks // self.shard_count
-        self.replica, self.shard_rank = divmod(dp_rank, self.shard_count)
+        self.pipeline_stage = self.replica = self.shard_rank = 0
         self.mesh = None
         self.groups: dict[str, dist.ProcessGroup] = {}  # by dimension; one process may have none
         if dist.is_initialized():
             shape = (pipeline_stages, self.replicas, self.shard_count)
             self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+            self.pipeline_stage, self.replica, self.shard_rank = self.mesh.get_coordinate()
             self.groups = {name: self.mesh.get_group(name) for name in DIMENSIONS}
             set_timeout(SETUP_TIMEOUT, *self.groups.values())
 
@@ -184,8 +194,8 @@ class Sharding(ABC):
         self.stage_and_shape: dict[str, tuple[int, tuple[int, ...]]] = {}
         for of_rank in of_ranks:
             self.stage_and_shape |= of_rank
-        # Whether the last micro-step of a step has begun.
-        self.last = False
+        self.last = False  # whether the last micro-step of a step has begun
+        self.passes = 1    # backward passes of each unit in a micro-step; `Pipeline.connect` sets it
 
     # --- Setup
 
@@ -220,10 +230,10 @@ class Sharding(ABC):
     # --- Micro-steps
 
     @abstractmethod
-    def accumulate(self, last: bool, passes: int = 1) -> contextlib.AbstractContextManager[None]:
+    def accumulate(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """
         Around a micro-step's forward and backward passes, equally often on every rank. last: the last micro-step of the
-        optimizer step. passes: backward passes of each unit.
+        optimizer step.
         """
 
     # --- Once per step
@@ -233,13 +243,13 @@ class Sharding(ABC):
         params = dict(self.model.named_parameters())
         for shard in self.shards:
             grad = params[shard.name].grad
-            shard.grad = torch.zeros_like(shard.master) if grad is None else self.local_shard(grad).reshape(-1)
+            if grad is None:
+                grad = torch.zeros_like(shard.master)
+            elif self.zero_stage == 3:
+                grad = grad.to_local()
+            shard.grad = grad.reshape(-1)
         for p in params.values():
             p.grad = None
-
-    def local_shard(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter or of its gradient."""
-        return tensor
 
     # ---- reduce: one all-reduce of six numbers; here losses are combined
 
@@ -321,17 +331,12 @@ class Sharding(ABC):
         """A whole parameter in the compute dtype, gathered from the ranks that keep it. COLLECTIVE."""
         pipeline_stage, shape = self.stage_and_shape[name]
         if pipeline_stage == self.pipeline_stage:
-            whole = self.gathered(self.model.get_parameter(name).detach())
+            whole = self.model.get_parameter(name).detach()
         else:
             whole = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.pipeline_stages > 1:
-            source = pipeline_stage * self.dp_ranks + self.rank % self.dp_ranks
-            dist.broadcast(whole, source, group=self.groups["pipeline"])
+            dist.broadcast(whole, group=self.groups["pipeline"], group_src=pipeline_stage)
         return whole
-
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """A whole parameter of this pipeline stage."""
-        return tensor
 
     def gather_model(self) -> nn.Module:
         """

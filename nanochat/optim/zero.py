@@ -93,8 +93,7 @@ class Bucket:
         ranks = sharding.shard_count
         rank = sharding.shard_rank
         self.params = params
-        shapes = {name: tuple(p.shape) for name, p in params.items()}
-        self.part_size, self.ranges = equal_ranges(shapes, ranks)
+        self.part_size, self.ranges = equal_ranges({name: p.numel() for name, p in params.items()}, ranks)
         self.flat = torch.zeros(ranks * self.part_size, dtype=sharding.dtype, device=sharding.device)
         if sharding.separate_masters:
             self.master = torch.zeros(self.part_size, device=sharding.device)
@@ -108,7 +107,7 @@ class Bucket:
         for (name, r), master in zip(kept, self.split(self.master)):
             # The master is copied before the weights are rounded to dtype.
             master.copy_(params[name].data.flatten()[r.start : r.end])
-            self.shards.append(Shard(name, shapes[name], r.start, r.end, master))
+            self.shards.append(Shard(name, r.start, r.end, master))
 
         # On stages 0 and 1 autograd sums micro-steps in float32, even if products are bfloat16. A gradient that is sent
         # in every micro-step keeps its own dtype (None).
@@ -171,7 +170,6 @@ class Buckets(Sharding):
     def __init__(self, *layout):
         super().__init__(*layout)
         self.buckets: list[Bucket] = []         # one per unit
-        self.passes = 1                         # backward passes in this micro-step
         self.unsent: deque[Bucket] = deque()    # in this micro-step, in the order in which every rank sends
         self.in_flight: deque[Sent] = deque()   # the oldest first
 
@@ -190,7 +188,7 @@ class Buckets(Sharding):
     # ---- backward: a unit's gradients are complete, and travel
 
     @contextlib.contextmanager
-    def accumulate(self, last: bool, passes: int = 1) -> Iterator[None]:
+    def accumulate(self, last: bool) -> Iterator[None]:
         """
         Gradients travel during the backward pass (of several `passes`, during the last one of each unit): on stages 0
         and 1 in the last micro-step of a step, on stage 2 in every one. All ranks send buckets from the last unit to
@@ -198,7 +196,6 @@ class Buckets(Sharding):
         orders on different ranks would mix units.
         """
         self.last = last
-        self.passes = passes
         sends_now = last or (self.zero_stage == 2 and self.shard_count > 1)
         if self.dp_ranks > 1 and sends_now:
             self.unsent.extend(reversed(self.buckets))
@@ -308,11 +305,10 @@ class FullyShard(Sharding):
         # Here, because otherwise the first module that runs becomes the root; in CORE, the embedding.
         self.model._get_fsdp_state()._lazy_init()
         for name, p in self.model.named_parameters():
-            shape = tuple(p.shape)
-            self.ranges[name] = row_ranges(shape, self.shard_count)
+            self.ranges[name] = row_ranges(p.shape, self.shard_count)
             for r in self.ranges[name]:
                 if r.rank == self.shard_rank:
-                    self.shards.append(Shard(name, shape, r.start, r.end, p.detach().to_local().view(-1)))
+                    self.shards.append(Shard(name, r.start, r.end, p.detach().to_local().view(-1)))
 
     def add_unit(self, unit: nn.Module, params: dict[str, Parameter]) -> None:
         for p in params.values():
@@ -331,18 +327,14 @@ class FullyShard(Sharding):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 
     @contextlib.contextmanager
-    def accumulate(self, last: bool, passes: int = 1) -> Iterator[None]:
+    def accumulate(self, last: bool) -> Iterator[None]:
         """Gradients travel in every micro-step, between replicas only in the last one."""
         self.last = last
-        if self.replicas > 1:
-            self.model.set_requires_all_reduce(last)
+        self.model.set_requires_all_reduce(last)
         yield
 
-    def local_shard(self, tensor: Tensor) -> Tensor:
-        return tensor.to_local()
-
-    def gathered(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype).full_tensor()
+    def full_tensor(self, name: str) -> Tensor:
+        return self.model.get_parameter(name).detach().to(self.dtype).full_tensor()
 
     def wait_for_params(self) -> None:
         """Nothing is in flight, but the last unit stays whole after a forward pass without a backward pass."""

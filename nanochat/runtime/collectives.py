@@ -1,6 +1,6 @@
 """What ranks send to each other. Functions marked COLLECTIVE are called by every rank, and raise on all or none."""
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,11 +84,12 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | Non
     return SumOfChunks(dist.all_to_all_single(received, input, group=group, async_op=True), received, output)
 
 
-class SumOfChunks:
+class SumOfChunks(NamedTuple):
     """Chunks that are being sent to their owner; `wait` adds them in the order of ranks."""
 
-    def __init__(self, work: dist.Work, received: Tensor, output: Tensor):
-        self.work, self.received, self.output = work, received, output
+    work: dist.Work
+    received: Tensor
+    output: Tensor
 
     def wait(self) -> None:
         self.work.wait()

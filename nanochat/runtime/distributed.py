@@ -2,7 +2,6 @@
 import atexit
 import contextlib
 import faulthandler
-import functools
 import gc
 import os
 import socket
@@ -16,11 +15,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
+from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects, rank_and_size
 from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.devices import choose_device_type, compute_dtype, prepare_device
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.exits import tell_restarts
+from nanochat.runtime.exits import job_stores
 from nanochat.runtime.files import base_dir
 
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
@@ -30,8 +29,6 @@ SETUP_TIMEOUT = timedelta(minutes=60)
 TRAINING_TIMEOUT = timedelta(minutes=10)
 # Seconds between the signals of two hosts' torchruns. Each torchrun looks once a second for hosts that want to join.
 MAX_SIGNAL_DELAY = 5
-
-job_stores: list[dist.Store] = []  # torchrun's, which outlives its ranks; none without torchrun
 
 
 def environment_number(name: str, default: int) -> int:
@@ -45,7 +42,8 @@ def set_up(device_type: str, dtype: str) -> tuple[int, int, torch.device, torch.
     dtype of parameters and activations. COLLECTIVE. `set_compile` comes later, when settings and files are checked,
     because it takes seconds.
     """
-    rank, world_size, device = compute_init(device_type)
+    device = compute_init(device_type)
+    rank, world_size = rank_and_size()
     if environment_number("GROUP_WORLD_SIZE", 1) > 1:
         require_shared_folder()
     # Hosts may have different processors, but all ranks need one dtype.
@@ -54,22 +52,21 @@ def set_up(device_type: str, dtype: str) -> tuple[int, int, torch.device, torch.
     return rank, world_size, device, model_dtype
 
 
-def compute_init(device_type: str) -> tuple[int, int, torch.device]:
+def compute_init(device_type: str) -> torch.device:
     """
-    (rank, world_size, device) of this process; joins the process group under torchrun.
+    The device of this process; joins the process group under torchrun.
 
     One process per device, chosen by the *local* rank: the first rank of a second
     node uses device 0 of that node. UserError for a device that is not there.
     """
     device_type = choose_device_type(device_type)
-    rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     device = prepare_device(device_type, environment_number("LOCAL_RANK", 0))
     if "RANK" in os.environ and not dist.is_initialized():
-        join("nccl" if device_type == "cuda" else "gloo", rank, world_size)
-    return rank, world_size, device
+        join("nccl" if device_type == "cuda" else "gloo")
+    return device
 
 
-def join(backend: str, rank: int, world_size: int) -> None:
+def join(backend: str) -> None:
     """
     Join torchrun's process group, and print where each rank is. UserError with the line that ended an earlier attempt,
     if one did.
@@ -78,14 +75,13 @@ def join(backend: str, rank: int, world_size: int) -> None:
     faulthandler.enable()
     # torchrun keeps its store over a restart, with the addresses of dead ranks: each attempt uses its own part of it.
     # A store of rank 0 (elastic runs, where the hosts' counts of restarts differ) is new in each attempt.
-    job_store, *_ = next(dist.rendezvous("env://", timeout=SETUP_TIMEOUT))
+    job_store, rank, world_size = next(dist.rendezvous("env://", timeout=SETUP_TIMEOUT))
     attempt = 0 if hosts_may_change() else environment_number("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"attempt {attempt}", job_store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=SETUP_TIMEOUT)
     # An error that the user has to fix would only happen again: its line ends every restart, on all nodes.
     if job_store.check(["user error"]):
         raise UserError(job_store.get("user error").decode())
-    tell_restarts.append(functools.partial(job_store.set, "user error"))
     job_stores.append(job_store)
     hosts = Counter(gather_objects(socket.gethostname()))
     if world_size > 1:

@@ -5,13 +5,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from nanochat.runtime.errors import one_line
 
-# Under torchrun: called with the line of an error that a restart would only repeat.
-tell_restarts: list[Callable[[str], object]] = []
+job_stores: list[Any] = []  # torchrun's, a torch.distributed.Store that outlives its ranks; none without torchrun
 
 
 def install_one_line_errors(config: dict | None = None) -> None:
@@ -23,10 +22,11 @@ def install_one_line_errors(config: dict | None = None) -> None:
         line, rank = one_line(error, config), os.environ.get("RANK")
         another_rank = rank not in (None, "0")
         if line is not None and not isinstance(error, KeyboardInterrupt):
-            for tell in tell_restarts:
+            # A restart would only repeat the error: `join` reads the line and ends it.
+            for store in job_stores:
                 # torchrun itself may be gone.
                 with contextlib.suppress(Exception):
-                    tell(line)
+                    store.set("user error", line)
         if line is not None and another_rank:
             # An error that every rank has is reported once: rank 0 comes first, then torchrun ends the others.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
