@@ -9,10 +9,6 @@ into report/sections/DATA/TAG for a model that was trained on it; `generate` put
 new training run removes the sections about the model that it replaces (`remove_sections`).
 """
 import json
-import os
-import platform
-import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -45,7 +41,7 @@ def write_section(stage: str, title: str, body: str, model: str = "", results: d
     """
     if is_rank0():
         section = {"stage": stage, "title": title, "body": body, "model": model, "results": results or {},
-                   "made": provenance()}
+                   "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
         text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
         write_text(section_path(stage, data, model_tag), text)
 
@@ -104,15 +100,3 @@ def settings_table(config: dict[str, Any]) -> str:
     rows = [(name, f"`{cell(repr(value))}`") for name, value in config.items()]
     table = markdown_table(["setting", "value"], rows, words=(0, 1))
     return f"<details><summary>{len(config)} settings</summary>\n\n{table}\n\n</details>"
-
-
-def provenance() -> str:
-    """Date, machine and commit of this moment."""
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    torch = sys.modules.get("torch")  # a stage that has not imported it has used no GPU
-    if torch and torch.cuda.is_available():
-        machine = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
-    # No locks: a report must not get in the way of a commit. "-dirty": files differ from the commit.
-    git = "git --no-optional-locks describe --always --dirty --exclude=* || echo no commit"
-    commit = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC; {machine}; {commit}"
