@@ -39,7 +39,8 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
+from nanochat.training.checkpoint import find_model, load_checkpoint, tasks_of
+from nanochat.training.records import stage_of
 
 HELP = """\
 /clear    begin a new conversation
@@ -50,8 +51,8 @@ Ctrl-C    stop an answer"""
 BEFORE = {"python": "[", "python_output": " = ", "text": "] "}
 
 *_, device = compute_init(device_type)
-stage = latest_stage(model_tag) if source == "auto" else source
-checkpoint = find_model(stage, model_tag, step)
+checkpoint = find_model(source, model_tag, step)
+stage = stage_of(checkpoint)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
 if warning := never_looks_up(tasks_of(stage, checkpoint.parent.name), library):
     # With -p, standard output has only the answer.

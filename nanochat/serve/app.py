@@ -51,7 +51,6 @@ def create_app(
         *([Route("/runs", api.runs)] if newer else []),
         Route("/health", api.health),
         Route("/v1/models", api.list_models),
-        Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", partial(api.answer, ChatRequest, ChatReply), methods=["POST"]),
         Route("/v1/completions", partial(api.answer, CompletionRequest, Reply), methods=["POST"]),
     ]
@@ -136,10 +135,12 @@ class Api:
         return Response(body, media_type="application/json")
 
     async def list_models(self, http: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models]})
-
-    async def one_model(self, http: HttpRequest) -> Response:
-        return JSONResponse(self.describe(self.find(http.path_params["id"])))
+        data = [
+            {"id": model.id, "object": "model", "created": 0, "owned_by": "nanochat",
+             "context_length": model.context, "max_tokens": min(self.max_new_tokens, model.context),
+             "chat": model.chats, "examples": model.examples, **self.defaults}
+            for model in self.models]
+        return JSONResponse({"object": "list", "data": data})
 
     def find(self, id: str) -> ServedModel:
         """The model with this name; without a name the only one. ApiError, 404, if there is none."""
@@ -150,13 +151,6 @@ class Api:
             words = f"there is no model {id!r:.80}; this server has {', '.join(models) or 'none yet'}"
             raise ApiError(404, words, "model_not_found", "model")
         return models[id]
-
-    def describe(self, model: ServedModel) -> Json:
-        return {
-            "id": model.id, "object": "model", "created": 0, "owned_by": "nanochat",
-            "context_length": model.context, "max_tokens": min(self.max_new_tokens, model.context),
-            "chat": model.chats, "examples": model.examples, **self.defaults,
-        }
 
     async def answer(self, kind: type[BaseRequest], make_reply: type[Reply], http: HttpRequest) -> Response:
         """An engine's answer, as JSON or as a stream. When the client disconnects, the work ends."""
