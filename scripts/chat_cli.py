@@ -20,7 +20,7 @@ temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 512        # [1..] tokens of an answer
 seed: int | None = None     # None: a different answer every time
-library: str | None = None  # name or file of a library to look things up in; None: Python's, if there is one
+library: str | None = None  # name of a library to look things up in; None: Python's, if there is one
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
@@ -102,8 +102,6 @@ about = f"{stage} model of step {meta['step']}"
 if stage == "base":
     about += " (it continues a text, and does not chat)"
 if p is not None:
-    if source == "auto":
-        print(about, file=sys.stderr)
     answer([{"role": "user", "content": p}])
     raise SystemExit
 

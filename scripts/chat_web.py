@@ -24,7 +24,7 @@ max_batch = 16              # [1..] answers to one request; an engine writes twi
 max_new_tokens = 1024       # [1..] tokens of an answer; clients that ask for more get this many
 temperature = 0.6           # [0..] if a request sets none; 0: always the most probable token
 top_k = 50                  # [0..] if a request sets none: only the k most probable tokens; 0: all
-library: str | None = None  # name or file of a library to look things up in; None: Python's, if there is one
+library: str | None = None  # name of a library to look things up in; None: Python's, if there is one
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 

@@ -60,11 +60,9 @@ def generate(model_tag: str = "") -> Path:
     from nanochat.training.plots import plot_section  # matplotlib is slow to import, and sections do not need it
 
     folder = base_dir() / "report"
-    paths = sorted(folder.glob("sections/*/*/*.json"))
-    chosen = [path for path in paths if model_tag in ("", path.parent.name)]
+    chosen = sorted(folder.glob(f"sections/*/{model_tag or '*'}/*.json"))
     if not chosen:
-        known = ", ".join(sorted({path.parent.name for path in paths})) or "none; a stage writes one as it ends"
-        raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}")
+        raise UserError(f"no sections of model_tag={model_tag} in {folder}/sections; a stage writes one as it ends")
     # Each section has its date. A copied file's own time says nothing.
     model = max(chosen, key=lambda path: json.loads(path.read_bytes())["made"]).parent
     files = {path.stem: path for path in [*model.parent.glob("*.json"), *model.glob("*.json")]}
