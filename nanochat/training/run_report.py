@@ -82,15 +82,16 @@ def summary(sections: list[dict]) -> str:
     All results in one table, with its heading; "" if there are none. Columns and rows come in the order of the
     sections; of two results for one cell the later section's is shown.
     """
-    rows: dict[str, dict[str, float | str]] = {}  # {row: {model: value}}
+    columns: dict[str, dict] = {}  # {model: {row: value}}
+    rows: dict[str, None] = {}  # a set in order
     for section in sections:
-        for row, value in section["results"].items():
-            rows.setdefault(row, {})[section["model"]] = value
+        if results := section["results"]:
+            columns.setdefault(section["model"], {}).update(results)
+            rows |= dict.fromkeys(results)
     if not rows:
         return ""
-    models = list(dict.fromkeys(section["model"] for section in sections if section["results"]))
-    lines = [[cell(row), *(cell(values.get(model, "-")) for model in models)] for row, values in rows.items()]
-    return "## Summary\n\n" + markdown_table(["", *models], lines)
+    lines = [[cell(row), *(cell(column.get(row, "-")) for column in columns.values())] for row in rows]
+    return "## Summary\n\n" + markdown_table(["", *columns], lines)
 
 
 def settings_table(config: dict[str, Any]) -> str:
