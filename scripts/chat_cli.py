@@ -20,7 +20,7 @@ temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 512        # [1..] tokens of an answer
 seed: int | None = None     # None: a different answer every time
-library: str | None = None  # name or file of a library to look things up in; None: Python's, if there is one
+library: str | None = None  # name of a library to look things up in; None: Python's, if there is one
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
@@ -39,7 +39,8 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
+from nanochat.training.checkpoint import find_model, load_checkpoint, tasks_of
+from nanochat.training.records import stage_of
 
 HELP = """\
 /clear    begin a new conversation
@@ -50,8 +51,8 @@ Ctrl-C    stop an answer"""
 BEFORE = {"python": "[", "python_output": " = ", "text": "] "}
 
 device = compute_init(device_type)
-stage = latest_stage(model_tag) if source == "auto" else source
-checkpoint = find_model(stage, model_tag, step)
+checkpoint = find_model(source, model_tag, step)
+stage = stage_of(checkpoint)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
 if warning := never_looks_up(tasks_of(stage, checkpoint.parent.name), library):
     # With -p, standard output has only the answer.
@@ -101,8 +102,6 @@ about = f"{stage} model of step {meta['step']}"
 if stage == "base":
     about += " (it continues a text, and does not chat)"
 if p is not None:
-    if source == "auto":
-        print(about, file=sys.stderr)
     answer([{"role": "user", "content": p}])
     raise SystemExit
 

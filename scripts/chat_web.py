@@ -1,15 +1,15 @@
 """
-Serve chat models: a page to talk with them, and an interface that OpenAI's clients understand (docs/server.md).
+Serve a chat model: a page to talk with it, and an interface that OpenAI's clients understand (docs/server.md).
 
-    python -m scripts.chat_web --source="sft, rl" --port=80 --host=0.0.0.0    # default: http://127.0.0.1:8000
+    python -m scripts.chat_web --port=80 --host=0.0.0.0    # default: http://127.0.0.1:8000
     python -m scripts.chat_web --watch                              # training runs, live; chats once a model can
 """
 from typing import Literal
 
 from configurator import configure
 
-# ---- Models
-source = "auto"             # stages, such as "sft, rl", each served as TAG-STAGE; auto: the last one trained
+# ---- Model, served as TAG-STAGE
+source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the last one trained
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # the checkpoint's step; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best available
@@ -24,7 +24,7 @@ max_batch = 16              # [1..] answers to one request; an engine writes twi
 max_new_tokens = 1024       # [1..] tokens of an answer; clients that ask for more get this many
 temperature = 0.6           # [0..] if a request sets none; 0: always the most probable token
 top_k = 50                  # [0..] if a request sets none: only the k most probable tokens; 0: all
-library: str | None = None  # name or file of a library to look things up in; None: Python's, if there is one
+library: str | None = None  # name of a library to look things up in; None: Python's, if there is one
 copying = True              # copy calls and quotations exactly (nanochat/inference/copying.py)
 configure(globals())
 
@@ -49,8 +49,8 @@ from nanochat.serve.gate import LOOPBACK
 from nanochat.serve.served_model import ServedModel
 from nanochat.serve.server import Server
 from nanochat.tasks.examples import example_questions
-from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
-from nanochat.training.records import STAGES, latest_checkpoint
+from nanochat.training.checkpoint import find_model, load_checkpoint, tasks_of
+from nanochat.training.records import STAGES, latest_checkpoint, stage_of
 
 # Not a setting: the list of processes would show it.
 api_key = os.environ.get("NANOCHAT_API_KEY", "")
@@ -70,8 +70,8 @@ if not api_key and host not in LOOPBACK:
     print0(f"warning: anyone who can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 
 
-def serve(stage: str, checkpoint: Path) -> ServedModel:
-    tag = checkpoint.parent.name
+def serve(checkpoint: Path) -> ServedModel:
+    stage, tag = stage_of(checkpoint), checkpoint.parent.name
     specs = tasks_of(stage, tag)
     if warning := never_looks_up(specs, library):
         print0(warning)
@@ -84,42 +84,29 @@ def serve(stage: str, checkpoint: Path) -> ServedModel:
     return ServedModel(f"{tag}-{stage}", engine, chats=stage != "base", examples=examples)
 
 
-def names(setting: str) -> list[str]:
-    return setting.replace(",", " ").split()
-
-
 tried: set[Path] = set()
 
 
 def newer() -> ServedModel | None:
     """The model of the last finished stage; None if there is none, or if it has been served already."""
-    stages = STAGES[1:] if source == "auto" else names(source)
+    stages = STAGES[1:] if source == "auto" else [source]
     latest = latest_checkpoint(stages, model_tag, only_finished=True)
     if latest is None or latest in tried:
         return None
     tried.add(latest)
-    folder = latest.parent
-    stage = folder.parent.name.removesuffix("_checkpoints")
-    model = serve(stage, find_model(stage, folder.name))
+    model = serve(find_model(stage_of(latest), latest.parent.name))
     print0(f"serving {model.id}: chat with it at {url}")
     return model
 
 
-models = []
-if not watch:
-    sources = names(source)
-    if source == "auto":
-        sources = [latest_stage(model_tag)]
-        print0(f"the last stage of training was {sources[0]}")
-    models = [serve(stage, find_model(stage, model_tag, step)) for stage in sources]
-
-hosts = names(allowed_hosts)
+models = [] if watch else [serve(find_model(source, model_tag, step))]
+hosts = allowed_hosts.replace(",", " ").split()
 # With an empty list the server answers to every name.
 if hosts or host in LOOPBACK:
     hosts.append(host)
 defaults = {"temperature": temperature, "top_k": top_k}
 app = create_app(models, max_new_tokens, defaults, api_key, hosts, newer if watch else None)
-shown = f"shows the runs of {base_dir()}" if watch else f"serves {', '.join(model.id for model in models)}"
+shown = f"shows the runs of {base_dir()}" if watch else f"serves {models[0].id}"
 print0(f"{url} {shown}; Ctrl-C ends it")
 Server(app, models).run(sockets=[listener])
 for model in models:

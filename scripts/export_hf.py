@@ -39,6 +39,6 @@ meta = read_meta(checkpoint)
 print(f"exporting {checkpoint}")
 with write_folder_aside(folder) as aside:
     parameters = export(checkpoint, meta, aside)
-    write_text(aside / "README.md", model_card(source, checkpoint.parent.name, meta, parameters))
+    write_text(aside / "README.md", model_card(source, checkpoint, parameters))
 size = sum(path.stat().st_size for path in folder.iterdir())
 print(f"wrote {folder}: {parameters:,} parameters, {size / 1e6:,.1f} MB; its README.md says how to use it")

@@ -129,7 +129,7 @@ def test_own_library(tmp_path: Path):
         train, test = sides
         assert not train & test and len(train) > 200 and len(test) > 10
     with pytest.raises(UserError, match="nobody"):
-        make_task("lookup:/nobody.sqlite", "test")
+        make_task("lookup:nobody", "test")
 
 
 def test_warning_without_lookups():

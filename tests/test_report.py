@@ -1,5 +1,7 @@
 """The report: which sections are in it, its summary table, its figures by the points they draw."""
 import re
+from datetime import datetime
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,8 +41,8 @@ def test_summary_table_joins_the_results_of_all_sections():
 
 def test_a_report_is_about_one_model_and_its_data(monkeypatch):
     """Of two models and an imported one: the newest by what its sections say, or the one that is named."""
-    made = iter(["2026-11-28 10:03", "2026-11-28 10:02", "2026-11-28 10:01", "2026-11-28 10:00", "2026-11-28 10:04"])
-    monkeypatch.setattr(run_report, "provenance", lambda: next(made))
+    made = iter(datetime(2026, 11, 28, 10, minute) for minute in (3, 2, 1, 0, 4))
+    monkeypatch.setattr(run_report, "datetime", SimpleNamespace(now=lambda zone: next(made)))
     with pytest.raises(UserError):
         run_report.generate()
     for data, tag in (("sea", "d4"), ("land", "d8"), (None, "guest")):
@@ -52,7 +54,7 @@ def test_a_report_is_about_one_model_and_its_data(monkeypatch):
         assert f"- Model: {tag} (trained on {data or 'unknown'})\n" in text
         assert re.findall(r"Of (\w+)\.", text) == ([data] if data else [])
         assert re.findall(r"(\w+) on (\w+)\.", text) == [(tag, str(data))]
-    with pytest.raises(UserError, match="d44.*guest"):
+    with pytest.raises(UserError, match="d44"):
         run_report.generate("d44")
 
 

@@ -21,7 +21,7 @@ class Task(Sequence):
     name = ""                                                    # its row in the report
     eval_type: Literal["categorical", "generative"] | None = None  # how it is measured; None: only to train on
     held_out = True                                              # its test split is not trained on
-    library: str | None = None                                   # name or file of what answers search; None: Python's
+    library: str | None = None                                   # name of what answers search; None: Python's
     notes: Any = None           # an object with lookup and search that answers instead
 
     def conversation(self, index: int) -> Conversation:

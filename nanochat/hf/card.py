@@ -1,38 +1,12 @@
-"""The model card of an exported folder: what the model is, and how to use it."""
-
-from nanochat.hf.model_files import is_modern
-from nanochat.hf.tokenizer_files import TABLES
-from nanochat.model.gpt_config import GPTConfig
-
-CODE = """\
-transformers has no class for this architecture. The folder brings the code of the model, which \
-`trust_remote_code=True` runs, as in `AutoModelForCausalLM.from_pretrained("this folder", trust_remote_code=True)`; \
-`AutoTokenizer` asks for the same. It has no cache: each new token takes a pass over all tokens before it.
-
-"""
-CALCULATOR = """
-## The calculator
-
-Between `<|python_start|>` and `<|python_end|>` the model asks for a calculation, and expects its result between \
-`<|output_start|>` and `<|output_end|>`. transformers does not compute it: the model then guesses the result. As \
-parts of a message: `{"role": "assistant", "content": [{"type": "python", "text": "12 * 3"}, {"type": \
-"python_output", "text": "36"}, {"type": "text", "text": "It is 36."}]}`.
-"""
+"""The model card of an exported folder: how to use the model."""
+from pathlib import Path
 
 
-def model_card(source: str, model_tag: str, meta: dict, parameters: int) -> str:
-    """README.md of the export of a checkpoint."""
-    config = GPTConfig(**meta["model_config"])
-    trained = f", trained on `{meta['data']}`" if meta.get("data") else ""
-    trust = code = ""
-    if is_modern(config):
-        trust = ", trust_remote_code=True"
-        code = CODE
+def model_card(source: str, checkpoint: Path, parameters: int) -> str:
+    """README.md of the export of a checkpoint. source: its training stage."""
     prompt = '[{"role": "user", "content": "Who are you?"}]'
-    tool = CALCULATOR
     if source == "base":
         prompt = '"The opposite of deep is"'
-        tool = ""
     return f"""\
 ---
 library_name: transformers
@@ -41,29 +15,31 @@ tags:
 - nanochat
 ---
 
-# {model_tag}, {source}
+# {checkpoint.parent.name}, {source}
 
-Step {meta["step"]:,} of {TABLES['stages'][source]}{trained}. {parameters:,} parameters: {config.n_layer} layers of \
-width {config.n_embd}, {config.n_head} heads, {config.n_kv_head} key heads, {config.vocab_size:,} tokens; rows of up \
-to {config.sequence_len:,} tokens.
+A checkpoint of nanochat, {checkpoint.name}, with {parameters:,} parameters. `config.json` has its shape.
 
 ## Use
 
 ```python
 from transformers import pipeline
 
-write = pipeline("text-generation", model="this folder"{trust})
+write = pipeline("text-generation", model="this folder", trust_remote_code=True)
 print(write({prompt}, max_new_tokens=64))
 ```
 
-{code}With transformers 5 or newer. `<|bos|>` is put in front of every text and conversation automatically.
+With transformers 5 or newer. Where transformers has no class for the architecture, the folder brings the code of the \
+model, which `trust_remote_code=True` runs; `AutoModelForCausalLM` and `AutoTokenizer` ask for the same. That code has \
+no cache: each new token takes a pass over all tokens before it. `<|bos|>` is put in front of every text and \
+conversation automatically.
+
+A chat model asks for a calculation between `<|python_start|>` and `<|python_end|>`, and expects its result between \
+`<|output_start|>` and `<|output_end|>`. transformers does not compute it: the model then guesses the result.
 
 ## Special tokens in a text
 
-`apply_chat_template` never lets what a message says become a special token: `<|user_end|>` in it is encoded as the \
-text it is, as in training. For that the template puts the noncharacters U+FDD0 U+FDD1 between `<` and `|`, and the \
-tokenizer removes them; a text that has this pair, or U+FDD0 U+FDD2, loses it.
-
-`tokenizer(text)` does find special tokens in a text. What others wrote is safe with \
+`apply_chat_template` never lets what a message says become a special token. For that the template puts the \
+noncharacters U+FDD0 U+FDD1 between `<` and `|`, and the tokenizer removes them; a text that has this pair, or U+FDD0 \
+U+FDD2, loses it. `tokenizer(text)` does find special tokens: what others wrote is safe with \
 `tokenizer(text, split_special_tokens=True)`.
-{tool}"""
+"""

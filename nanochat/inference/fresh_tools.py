@@ -26,7 +26,7 @@ class FreshTools(Tools):
                 if files in (self.files, made["files"]):
                     return
                 self.files = files
-                # An absolute name is a path: the file that is open is replaced, wherever it lies.
+                # An absolute name is a path: the file that is open is replaced.
                 name = str(self.library.path.absolute().with_suffix(""))
                 self.library = Library(make_library(made["source"], name, made["field"], made["encoding"], quiet=True))
                 found_by.cache_clear()  # it would keep the old library's file open
@@ -35,8 +35,8 @@ class FreshTools(Tools):
                 print(f"{made['source']} has changed, but cannot be read again: {first_line(error)}", file=sys.stderr)
 
 
-def open_library(file: str | None, copying: bool = True) -> Tools:
+def open_library(name: str | None, copying: bool = True) -> Tools:
     """The tools with a library, see `open_tools`, which is made again if its files have changed."""
-    tools = FreshTools(open_tools(file, copying).library, copying)
+    tools = FreshTools(open_tools(name, copying).library, copying)
     tools.refresh()
     return tools

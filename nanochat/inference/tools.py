@@ -13,7 +13,6 @@ encoded as text. A passage that would fill the context is cut, at a sentence's e
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 from nanochat.data.sentences import sentence_ends
@@ -156,12 +155,10 @@ def question_in(text: str) -> str:
 
 
 def open_tools(library: str | None, copying: bool = True) -> Tools:
-    """The tools with a library, given by its name or its file; None: Python's library, if it has been made."""
+    """The tools with a library, given by its name; None: Python's library, if it has been made."""
     path = library_path(library or "python")
     if library is None and not path.is_file():
         return Tools(None, copying)
-    if library and "/" in library:
-        path = Path(library).expanduser()
     return Tools(Library(path), copying)
 
 

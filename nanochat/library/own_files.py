@@ -1,7 +1,7 @@
 """
 Documents from a user's own files. A text (.txt .md .markdown .rst) is one document, divided at lines of <|endoftext|>
 and, if it is long, at blank lines. Each line of .jsonl and .ndjson, entry of .json, row of .csv, .tsv and .parquet
-is a document. All except .parquet may be compressed: .gz, .zst, .bz2 or .xz.
+is a document. All except .parquet may be compressed: .gz, .zst or .bz2.
 
 Two rules: nothing is merged or lost silently, and every error names the file and what to do.
 """
@@ -11,7 +11,6 @@ import csv
 import hashlib
 import io
 import json
-import lzma
 import os
 import re
 from collections import defaultdict
@@ -32,9 +31,9 @@ FEW_FILES = 200
 SHORT_CHARS = 2000         # then a document may be as short as this; shorter only if there is one file
 SAMPLE = 1 << 20           # characters that are read at a time, and bytes for guessing the encoding
 SUFFIXES = "txt|md|markdown|rst|jsonl|ndjson|json|csv|tsv|parquet"
-DATA_FILE, LIBRARY_FILE = (re.compile(rf"\.({suffixes})(\.gz|\.zst|\.bz2|\.xz)?$", re.IGNORECASE)
+DATA_FILE, LIBRARY_FILE = (re.compile(rf"\.({suffixes})(\.gz|\.zst|\.bz2)?$", re.IGNORECASE)
                            for suffixes in (SUFFIXES, f"{SUFFIXES}|org|html"))
-EXPECTED = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2/.xz of them)"
+EXPECTED = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2 of them)"
 TEXT_SUFFIXES = ("txt", "md", "markdown", "rst", "org", "html")
 NOT_READ = (f"are not read (expected {EXPECTED}, for a library also .org and .html; .docx, .odt and .epub become .md "
             "by pandoc FILE -o FILE.md, .pdf becomes .txt by pdftotext FILE)")
@@ -95,7 +94,7 @@ def readable(file: Path) -> Iterator[None]:
     """UserError if reading a file fails because it is damaged, missing or in another encoding."""
     try:
         yield
-    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, UnicodeError, LookupError) as error:
+    except (OSError, pa.ArrowException, UnicodeError, LookupError) as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
@@ -196,11 +195,9 @@ def open_text(path: Path, encoding: str, newline: str = "\n", errors: str = "rep
 
 def open_bytes(path: Path) -> IO[bytes]:
     """A file's bytes, decompressed as its suffix says."""
-    suffix = path.suffix.lower()
-    if suffix == ".xz":
-        return lzma.open(path)
     # Opened by Python, because Arrow opens only names that are UTF-8.
     file = open(path, "rb")
+    suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
         return io.BufferedReader(pa.input_stream(file, compression=COMPRESSIONS[suffix]))
     return file

@@ -1,5 +1,5 @@
 """
-Passages of a note: Markdown (with what Obsidian, Notion and Hugo add), reStructuredText or plain text.
+Passages of a note: Markdown (with what Obsidian and Notion add), reStructuredText or plain text.
 
 A passage has as many sentences of a paragraph as fit into 300 characters. Passages of their own are: lines that end
 without a period and were not wrapped, items, rows of tables with their columns' names, and keys of the front matter.
@@ -7,7 +7,6 @@ A short block of code belongs to the passage before it.
 """
 import html
 import re
-import tomllib
 from collections.abc import Iterator
 from itertools import zip_longest
 from textwrap import dedent
@@ -25,7 +24,7 @@ LIST = 200     # characters of a passage that a list's items join
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 # ---- Blocks
-FRONT = re.compile(r"(?m)\A(---|\+\+\+) *\n([\s\S]*?)^(?:\1|\.\.\.) *$")
+FRONT = re.compile(r"(?m)\A--- *\n([\s\S]*?)^(?:---|\.\.\.) *$")
 YAML = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # values stay as they are written: dates, "no", 0664
 NAMES = re.compile(r"(?i)title|alias(?:es)?|tags?")  # keys whose values are names of the note
 # What is hidden, and tables; neither in code. ~~~~ is no code, but underlines a heading of reStructuredText.
@@ -149,10 +148,9 @@ def front_matter(text: str, names: str) -> tuple[str, list[tuple[str, int]], str
     front = FRONT.match(text)
     if front:
         try:
-            if re.search(r"(?m)(?:^|[:,\[-])\s*&\w", front[2]):
+            if re.search(r"(?m)(?:^|[:,\[-])\s*&\w", front[1]):
                 raise ValueError("references, which can make it endless")
-            entries = tomllib.loads(front[2]) if front[1] == "+++" else yaml.load(front[2], YAML)
-            for key, value in entries.items():
+            for key, value in yaml.load(front[1], YAML).items():
                 value = flat(value)
                 if NAMES.fullmatch(key):
                     names += f" {value}"

@@ -305,7 +305,7 @@ def names_in(text: str) -> list[str]:
 
 
 def library_path(name: str) -> Path:
-    return base_dir() / "library" / f"{name.removesuffix('.sqlite')}.sqlite"
+    return base_dir() / "library" / f"{name}.sqlite"
 
 
 def key_of(title: str) -> str:

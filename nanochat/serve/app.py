@@ -41,9 +41,10 @@ def create_app(
     newer: Callable[[], ServedModel | None] | None = None,
 ) -> Starlette:
     """
-    The application. The models' engines start and end with it. defaults: temperature and top_k of requests that do not
-    set them. api_key "": no key is needed. hosts: the names that the server answers to; none: any name. newer: if
-    given, runs of the base folder are shown, and each model that it returns replaces the others in `models`.
+    The application. The model's engine starts and ends with it. models: one, or none yet. defaults: temperature and
+    top_k of requests that do not set them. api_key "": no key is needed. hosts: the names that the server answers to;
+    none: any name. newer: if given, runs of the base folder are shown, and each model that it returns replaces the one
+    before.
     """
     api = Api(models, max_new_tokens, defaults)
     routes = [
@@ -51,7 +52,6 @@ def create_app(
         *([Route("/runs", api.runs)] if newer else []),
         Route("/health", api.health),
         Route("/v1/models", api.list_models),
-        Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", partial(api.answer, ChatRequest, ChatReply), methods=["POST"]),
         Route("/v1/completions", partial(api.answer, CompletionRequest, Reply), methods=["POST"]),
     ]
@@ -111,7 +111,7 @@ async def page(watches: bool, http: HttpRequest) -> Response:
 
 
 class Api:
-    """The endpoints that need the models."""
+    """The endpoints that need the model. While it replaces an older one, whose answers end, there are two."""
 
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
         self.models, self.max_new_tokens, self.defaults = models, max_new_tokens, defaults
@@ -136,27 +136,20 @@ class Api:
         return Response(body, media_type="application/json")
 
     async def list_models(self, http: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models]})
-
-    async def one_model(self, http: HttpRequest) -> Response:
-        return JSONResponse(self.describe(self.find(http.path_params["id"])))
+        data = [
+            {"id": model.id, "object": "model", "created": 0, "owned_by": "nanochat",
+             "context_length": model.context, "max_tokens": min(self.max_new_tokens, model.context),
+             "chat": model.chats, "examples": model.examples, **self.defaults}
+            for model in self.models]
+        return JSONResponse({"object": "list", "data": data})
 
     def find(self, id: str) -> ServedModel:
-        """The model with this name; without a name the only one. ApiError, 404, if there is none."""
-        models = {model.id: model for model in self.models}
-        if not id and len(models) == 1:
-            return self.models[0]
-        if id not in models:
-            words = f"there is no model {id!r:.80}; this server has {', '.join(models) or 'none yet'}"
-            raise ApiError(404, words, "model_not_found", "model")
-        return models[id]
-
-    def describe(self, model: ServedModel) -> Json:
-        return {
-            "id": model.id, "object": "model", "created": 0, "owned_by": "nanochat",
-            "context_length": model.context, "max_tokens": min(self.max_new_tokens, model.context),
-            "chat": model.chats, "examples": model.examples, **self.defaults,
-        }
+        """The model with this name; without a name the newest. ApiError, 404, if there is none."""
+        for model in reversed(self.models):
+            if id in ("", model.id):
+                return model
+        names = ", ".join(model.id for model in self.models) or "none yet"
+        raise ApiError(404, f"there is no model {id!r:.80}; this server has {names}", "model_not_found", "model")
 
     async def answer(self, kind: type[BaseRequest], make_reply: type[Reply], http: HttpRequest) -> Response:
         """An engine's answer, as JSON or as a stream. When the client disconnects, the work ends."""

@@ -28,7 +28,7 @@ message at the end is continued.
 Differences: max_tokens above the server's limit means the limit. The limit and the end of the context end an answer
 with finish_reason "length". usage counts every token that was written, including tools' tokens and the end token.
 max_tokens -1 means no limit, as in llama.cpp; of max_tokens and max_completion_tokens the smaller holds. Without
-`model` the only one answers. Hints on how to think, or what to store, are ignored; an unsupported parameter that would
+`model` the server's answers. Hints on how to think, or what to store, are ignored; an unsupported parameter that would
 change the answer is an error: tools, response_format, echo, penalties and logit_bias are for servers of exported
 models.
 """

@@ -51,7 +51,7 @@ WORD = re.compile(r"\w+(?:[-._/']\w+)*")
 
 
 class Lookup(Task):
-    """argument: "", "unknown", "talk", or a library's name or file."""
+    """argument: "", "unknown", "talk", or a library's name."""
     eval_type = "generative"
     tool = "lookup"
 

@@ -37,6 +37,7 @@ from nanochat.training.records import (
     list_steps,
     newest_step,
     read_meta,
+    stage_of,
     step_dir,
     unfinished,
 )
@@ -134,27 +135,17 @@ def model_dir(source: str, model_tag: str | None) -> Path:
 
 def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
     """
-    `find_checkpoint` for a training stage, verified for inference. Prints a note if the newest checkpoint is not from
-    the run's end. COLLECTIVE.
+    `find_checkpoint` for a training stage, verified for inference; source "auto": the stage trained last. Prints a note
+    if the newest checkpoint is not from the run's end. COLLECTIVE.
     """
+    if source == "auto":
+        latest = from_rank0(latest_checkpoint, STAGES, model_tag)
+        # If there is none, the error is about base models.
+        source = stage_of(latest) if latest else "base"
     checkpoint = find_checkpoint(model_dir(source, model_tag), step, training=False)
     if step is None and (place := unfinished(checkpoint)):
         print0(f"note: {checkpoint} is {place}: its run was stopped, or is still going on")
     return checkpoint
-
-
-def latest_stage(model_tag: str | None = None) -> str:
-    """
-    The most recently trained stage of a model, or of any model (model_tag None): after a stage was trained again, later
-    stages still come from its old model. UserError if there is none. Rank 0 only.
-    """
-    latest = latest_checkpoint(STAGES, model_tag)
-    if latest is None:
-        name = f" {model_tag}" if model_tag else ""
-        known = {tag for stage in STAGES for tag in list_tags(checkpoint_dir(stage, ""))}
-        have = ", ".join(sorted(known)) or f"none; python -m scripts.{SCRIPTS['base']} makes one"
-        raise UserError(f"no model{name} in {base_dir()}: there is {have}")
-    return latest.parts[-3].removesuffix("_checkpoints")
 
 
 def tasks_of(stage: str, model_tag: str) -> str:

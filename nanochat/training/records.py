@@ -52,6 +52,11 @@ def read_meta(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "meta.json").read_bytes())
 
 
+def stage_of(checkpoint: Path) -> str:
+    """The training stage that saved this checkpoint: "base", "mid", "sft" or "rl"."""
+    return checkpoint.parts[-3].removesuffix("_checkpoints")
+
+
 def unfinished(checkpoint: Path) -> str:
     """ "step 9 of 300" if the checkpoint's run has not reached its end, as after a stop; else ""."""
     meta = read_meta(checkpoint)

@@ -9,10 +9,6 @@ into report/sections/DATA/TAG for a model that was trained on it; `generate` put
 new training run removes the sections about the model that it replaces (`remove_sections`).
 """
 import json
-import os
-import platform
-import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -45,7 +41,7 @@ def write_section(stage: str, title: str, body: str, model: str = "", results: d
     """
     if is_rank0():
         section = {"stage": stage, "title": title, "body": body, "model": model, "results": results or {},
-                   "made": provenance()}
+                   "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
         text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
         write_text(section_path(stage, data, model_tag), text)
 
@@ -64,11 +60,9 @@ def generate(model_tag: str = "") -> Path:
     from nanochat.training.plots import plot_section  # matplotlib is slow to import, and sections do not need it
 
     folder = base_dir() / "report"
-    paths = sorted(folder.glob("sections/*/*/*.json"))
-    chosen = [path for path in paths if model_tag in ("", path.parent.name)]
+    chosen = sorted(folder.glob(f"sections/*/{model_tag or '*'}/*.json"))
     if not chosen:
-        known = ", ".join(sorted({path.parent.name for path in paths})) or "none; a stage writes one as it ends"
-        raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}")
+        raise UserError(f"no sections of model_tag={model_tag} in {folder}/sections; a stage writes one as it ends")
     # Each section has its date. A copied file's own time says nothing.
     model = max(chosen, key=lambda path: json.loads(path.read_bytes())["made"]).parent
     files = {path.stem: path for path in [*model.parent.glob("*.json"), *model.glob("*.json")]}
@@ -88,15 +82,16 @@ def summary(sections: list[dict]) -> str:
     All results in one table, with its heading; "" if there are none. Columns and rows come in the order of the
     sections; of two results for one cell the later section's is shown.
     """
-    rows: dict[str, dict[str, float | str]] = {}  # {row: {model: value}}
+    columns: dict[str, dict] = {}  # {model: {row: value}}
+    rows: dict[str, None] = {}  # a set in order
     for section in sections:
-        for row, value in section["results"].items():
-            rows.setdefault(row, {})[section["model"]] = value
+        if results := section["results"]:
+            columns.setdefault(section["model"], {}).update(results)
+            rows |= dict.fromkeys(results)
     if not rows:
         return ""
-    models = list(dict.fromkeys(section["model"] for section in sections if section["results"]))
-    lines = [[cell(row), *(cell(values.get(model, "-")) for model in models)] for row, values in rows.items()]
-    return "## Summary\n\n" + markdown_table(["", *models], lines)
+    lines = [[cell(row), *(cell(column.get(row, "-")) for column in columns.values())] for row in rows]
+    return "## Summary\n\n" + markdown_table(["", *columns], lines)
 
 
 def settings_table(config: dict[str, Any]) -> str:
@@ -104,15 +99,3 @@ def settings_table(config: dict[str, Any]) -> str:
     rows = [(name, f"`{cell(repr(value))}`") for name, value in config.items()]
     table = markdown_table(["setting", "value"], rows, words=(0, 1))
     return f"<details><summary>{len(config)} settings</summary>\n\n{table}\n\n</details>"
-
-
-def provenance() -> str:
-    """Date, machine and commit of this moment."""
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    torch = sys.modules.get("torch")  # a stage that has not imported it has used no GPU
-    if torch and torch.cuda.is_available():
-        machine = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
-    # No locks: a report must not get in the way of a commit. "-dirty": files differ from the commit.
-    git = "git --no-optional-locks describe --always --dirty --exclude=* || echo no commit"
-    commit = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC; {machine}; {commit}"

@@ -117,8 +117,6 @@ class Session:
         After the end: write the stage's section of the report, print how to try its model, and leave the other ranks.
         """
         model_tag = self.saver.folder.name
-        if origin := self.meta.get("origin"):
-            results = {"begun with the weights of": origin} | results
         write_section(self.section, title, settings_table(self.settings), self.stage, results,
                       data=self.meta["data"], model_tag=model_tag)
         print0(f"talk to it: python -m scripts.chat_cli --source={self.stage} --model_tag={model_tag}")
