@@ -100,8 +100,9 @@ class RowPlanner:
     """
     Packs documents into rows of `row_len` tokens. A row is a list of spans, end to end.
 
-    Best fit, see best_fit.py. When none fits, the longest is cut: its head fills the row, its tail waits again as a
-    document with its own <|bos|>. Every token is used once per epoch, and every position of a row is trained.
+    A row begins with the document that has waited longest; then best fit, see best_fit.py. When none fits, the longest
+    is cut: its head fills the row, its tail waits again as a document with its own <|bos|>. Every position of a row is
+    trained, and every token is used once per epoch, but for the documents that wait at its end: they come in the next.
     The order of documents is drawn from (seed, epoch).
     """
 
@@ -111,7 +112,7 @@ class RowPlanner:
         self.shards = shards
         self.row_len = row_len
         self.seed = seed
-        # At most a small part of the corpus: documents still waiting at an epoch's end are not seen in it.
+        # At most a small part of the corpus: so many documents may move into the next epoch.
         documents = sum(entry["rows"] for entry in shards.entries)
         self.capacity = max(min(BUFFER_DOCUMENTS, documents // 32), 1)
         state = state or {**dict.fromkeys(self.POSITION, 0), "ordinal": 0, "buffer": []}
@@ -273,9 +274,9 @@ def batches_on_host(planner: Planner, shape: BatchShape, rows_per_step: int, num
             tokens = torch.zeros(shape.device_batch_size, shape.max_seq_len + 1, dtype=torch.int64)
             for line, row in zip(tokens.numpy(), own):
                 parts = []
-                for length, shard, start in row:
+                for length, source, start in row:
                     # A shard's first token is <|bos|>.
-                    parts += [shard[:1], shard[start : start + length - 1]]
+                    parts += [source[:1], source[start : start + length - 1]]
                 np.concatenate(parts, out=line, casting="unsafe")
             inputs = tokens[:, :-1].contiguous()
             # A clone, because with a single row a view would share memory with the inputs.

@@ -101,7 +101,7 @@ def muon_update(
         master.addcmul_(update, lr, value=-1)
 
 
-# ---- update: momentum travels to a matrix's owner, is orthogonalized, and travels back
+# ---- update: gradient and momentum, mixed, travel to a matrix's owner; orthogonalized they travel back
 
 class MatrixExchange:
     """
@@ -234,8 +234,8 @@ class DistMuon(ShardOptimizer):
             exchange.send(updates)
         for exchange in self.exchanges:
             # MuonEq (Chang et al. 2026, arXiv:2603.28254): rows get equal lengths, so that small ones count, too.
-            momentum = F.normalize(exchange.receive(), dim=-1, eps=SMALLEST)  # (owned matrices, rows, cols)
-            update = orthogonalize(momentum)
+            matrices = F.normalize(exchange.receive(), dim=-1, eps=SMALLEST)  # (owned ones, rows, cols)
+            update = orthogonalize(matrices)
             exchange.send_back(normuon(update, exchange.second_moment, stats.ok))
         for exchange in self.exchanges:
             rows, cols = exchange.shape

@@ -7,14 +7,14 @@ ZeRO: what each rank keeps, and what travels when. Rajbhandari et al. 2020, arXi
     2            whole                        1/N; reduce-scattered in every micro-step        1/N
     3            1/N; gathered unit by unit   1/N; reduce-scattered in every micro-step        1/N
 
-On stages 1 to 3 the momentum of Muon's matrices travels, too: once per step to the rank that orthogonalizes each, and
-back (`MatrixExchange` in muon.py). AdamW needs no communication.
+On stages 1 to 3 Muon's matrices travel, too: each one's gradient, mixed with its momentum, once per step to the rank
+that orthogonalizes it, and back (`MatrixExchange` in muon.py). AdamW needs no communication.
 
 A unit is the embedding, a block or the head. Its gradients start to travel as soon as the backward pass has computed
 all of them. With one micro-step per optimizer step, stages 1 and 2 send the same, but they keep gradients in different
 dtypes: on stages 0 and 1 a parameter's gradient is float32, the sum of its micro-steps; on stage 2 it has the dtype in
-which it was computed, and the sums over ranks and micro-steps are float32. "Waits" means: on a GPU the stream of its
-kernels waits, on a CPU the process.
+which it was computed (the head's is float32 at once), and the sums over ranks and micro-steps are float32. "Waits"
+means: on a GPU the stream of its kernels waits, on a CPU the process.
 
 N is the number of ranks in a shard group, `shard_size`. Several groups are replicas: they keep the same shards and add
 up their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing. In a
@@ -38,7 +38,8 @@ from nanochat.model.gpt import model_without_memory
 from nanochat.optim.sharding import Shard, Sharding, equal_ranges, row_ranges
 from nanochat.runtime.collectives import all_gather_single, reduce_scatter
 
-# Units whose whole gradients are in flight at once. More would take memory.
+# Units whose whole gradients are in flight at once. More would take memory. (On stage 0 the sums of a step need it all
+# the same.)
 MAX_IN_FLIGHT = 2
 
 
@@ -135,7 +136,7 @@ class Bucket:
             parts.append(self.flat.new_zeros(p.numel()) if p.grad is None else p.grad.flatten())
             p.grad = None
         if len(parts) == 1 and self.padding == 0:
-            # Embedding and head are one parameter each: no copy of the largest gradients.
+            # The head: its gradient, one of the largest, is float32 and not copied.
             return parts[0].float()
         parts.append(self.flat.new_zeros(self.padding))
         return torch.cat(parts, out=torch.empty_like(self.flat, dtype=torch.float32))
@@ -154,7 +155,7 @@ class Sent(NamedTuple):
 
     bucket: Bucket
     work: dist.Work
-    own: Tensor    # what arrives: (part_size,), or on stage 0 the whole
+    part: Tensor   # what arrives: (part_size,), or on stage 0 the whole
     whole: Tensor  # what is sent; its memory must stay until the work is done
     last: bool     # sent in the last micro-step
 
@@ -205,7 +206,8 @@ class Buckets(Sharding):
             self.send(self.unsent.popleft())
         for bucket in self.buckets:
             bucket.computed = 0
-        # Otherwise the last two travel during the next forward pass.
+        # In the last micro-step wait for all; in others the last two, block 0 and embedding, travel during the next
+        # forward pass.
         while self.in_flight and last:
             self.receive()
 
@@ -222,21 +224,21 @@ class Buckets(Sharding):
             self.receive()
         whole = bucket.take_gradients()  # (N · part_size,)
         if self.shard_count > 1:
-            own = whole.new_empty(bucket.part_size)
-            work = reduce_scatter(own, whole, self.groups["shard"])
+            part = whole.new_empty(bucket.part_size)
+            work = reduce_scatter(part, whole, self.groups["shard"])
         else:
-            own = whole
+            part = whole
             work = dist.all_reduce(whole, group=self.groups["replica"], async_op=True)
-        self.in_flight.append(Sent(bucket, work, own, whole, self.last))
+        self.in_flight.append(Sent(bucket, work, part, whole, self.last))
 
     def receive(self) -> None:
         """Wait for the oldest sum and add it to the bucket's; in the last micro-step, start the sum over replicas."""
-        bucket, work, own, _, last = self.in_flight.popleft()
+        bucket, work, part, _, last = self.in_flight.popleft()
         work.wait()
         if bucket.grad is None:
-            bucket.grad = own.float()
+            bucket.grad = part.float()
         else:
-            bucket.grad.add_(own)
+            bucket.grad.add_(part)
         if last and self.shard_count > 1 and self.replicas > 1:
             work = dist.all_reduce(bucket.grad, group=self.groups["replica"], async_op=True)
             bucket.pending.append((work, bucket.grad))
