@@ -392,7 +392,6 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
     engine = endless(model, max_batch=2, tools=Tools(Shelf()))
     logits, head = [], engine.model.logits
     engine.model.logits = lambda hidden: logits.append(head(hidden)) or logits[-1]
-    engine.stop = {SPECIAL("<|output_end|>")}  # ends what the model writes, not what the tool does
     answer, other = engine.generate(prompts, SamplingParams(1 + len(call) + len(forced) + 19))
     assert answer.tokens == [65, *call, *forced, 70] + [5] * 18
     assert answer.forced == [False] * (1 + len(call)) + [True] * len(forced) + [False] * 19

@@ -25,15 +25,15 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.type: PartType = "text"
-        self.starts = {tokenizer.encode_special(name): STARTS.get(name) for name in SPECIAL_TOKENS}
+        self.specials = {tokenizer.encode_special(name): STARTS.get(name) for name in SPECIAL_TOKENS}
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> list[Delta]:
         """The text that this token completes. Special tokens have none; some change the type of the text after them."""
-        if token not in self.starts:
+        if token not in self.specials:
             return self._deltas(self.tokenizer.decode_bytes([token]))
         rest = self.end()
-        self.type = self.starts[token] or self.type
+        self.type = self.specials[token] or self.type
         return rest
 
     def end(self) -> list[Delta]:

@@ -44,7 +44,8 @@ from nanochat.runtime.stopping import until_stopped
 MOST_READ = 512
 # A result may fill 1 / RESULT_SHARE of the context, as the question comes before it.
 RESULT_SHARE = 3
-# So many tokens that repeat at most PERIOD of them end an answer if they are digits: "2.5.55.55.55…", "10/ 10/ 10/ …".
+# So many tokens that repeat at most PERIOD of them end an answer if they have digits and no Latin letter, unless they
+# are copied: "2.5.55.55.55…", "10/ 10/ 10/ …".
 ENDLESS, PERIOD = 16, 4
 DIGITS = re.compile(r"[^a-z]*\d[^a-z]*", re.IGNORECASE)
 # "stop": a stop token; "length": max_tokens or the end of the context, or a quotation that had no room.
@@ -62,14 +63,13 @@ class Answer:
     plan: Plan                              # what was decided about it before it began
     # The model has not read the last token yet.
     tokens: list[int] = field(default_factory=list)
-    # For each token: whether the tool wrote it. RL does not reinforce the tool's tokens.
+    # For each token: whether it was queued, not drawn. RL does not reinforce what a tool wrote.
     forced: list[bool] = field(default_factory=list)
     # For each token, if sampling.logprobs is set.
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     queued: deque[int] = field(default_factory=deque)  # tokens still to be written that the model does not choose
     is_cut: bool = False                    # what it quotes had no room
-    is_ending: bool = False                 # the last token queued ends it
     expression: list[int] | None = None     # tokens since <|python_start|>
     calls: int = 0                          # limited; arithmetic does not count
 
@@ -98,6 +98,7 @@ class Engine:
         self.assistant_start, self.assistant_end = special("<|assistant_start|>"), special("<|assistant_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
         self.stop = {self.assistant_end, special("<|bos|>")}     # tokens that end an answer
+        # None: nothing is planned, and nothing copied.
         self.vocabulary = Vocabulary(tokenizer) if tools.copying else None
         self.clear()
 
@@ -108,7 +109,8 @@ class Engine:
         truncate: bool = False,
     ) -> list[Answer]:
         """
-        Queue a prompt; step() writes num_samples continuations. UserError if the model cannot read the prompt.
+        Queue a prompt; step() writes num_samples continuations. UserError if the model cannot read the prompt. The plan
+        may search the library: meanwhile no other answer goes on.
 
         Sample i depends on sampling.seed and i, not on what else is decoded.
         """
@@ -253,7 +255,7 @@ class Engine:
         answer.forced.append(forced)
         if not forced and answer.sampling.tools:
             self._use_tool(answer, token)
-        if token in self.stop and not answer.queued and (answer.is_ending or not forced):
+        if token in self.stop:
             answer.finish_reason = "length" if answer.is_cut else "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
@@ -264,7 +266,9 @@ class Engine:
         """Before an answer ends without a word, queue a sentence; digits that repeat themselves end an answer, too."""
         latest = [*answer.tokens[1 - ENDLESS :], drawn]
         repeats = len(latest) == ENDLESS and any(latest[n:] == latest[:-n] for n in range(1, PERIOD + 1))
-        is_endless = repeats and DIGITS.fullmatch(self.tokenizer.decode(latest))
+        copying = answer.sampler.copying
+        is_copied = copying and copying.copy
+        is_endless = repeats and not is_copied and DIGITS.fullmatch(self.tokenizer.decode(latest))
         if not is_endless and drawn not in self.stop:
             return
         if answer.expression is not None:
@@ -273,12 +277,12 @@ class Engine:
         if self.vocabulary.is_special(last):    # not a word since the call, or at all
             answer.queued.extend(self.tokenizer.encode(answer.plan.lost))
         answer.queued.append(drawn if drawn in self.stop else self.assistant_end)
-        answer.is_ending, answer.expression = True, None
+        answer.expression = None
 
     def _use_tool(self, answer: Answer, token: int) -> None:
         """
-        Collect an expression; at its end queue the result. Without a result the model goes on. If a library has
-        nothing but the user's question finds something, that call and its result follow.
+        Collect an expression; at its end queue the result. Without a result the model goes on. If the call finds
+        nothing, but the user's own question does, that call and its result follow.
         """
         if token == self.python_start:
             answer.expression = []

@@ -11,7 +11,7 @@ from nanochat.runtime.errors import first_line
 
 class FreshTools(Tools):
     """Tools whose library is made again when the user's files that it was made from have changed."""
-    files = ""                  # fingerprint at the last look
+    files = ""                  # fingerprint of the last ones that were, or could not be, made into a library
     lock = threading.Lock()     # one for all: they may share a library
 
     def refresh(self) -> None:

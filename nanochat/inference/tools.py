@@ -45,9 +45,9 @@ class Plan(NamedTuple):
     """
     What is decided about an answer before the model writes it. Nothing of this: the model decides.
 
-    lost: what is said instead of nothing. search: in one's own library the words that a search must have; is_found:
-    they find something, so the answer begins with a call. call, answer: a sum's; the answer says this sentence, after
-    the call if there is one. is_small_talk: the answer makes no call.
+    lost: what an answer says that would end without a word; "" if nothing was planned. search: in one's own library the
+    words that a search must have; is_found: they find something, so the answer begins with a call. call, answer: a
+    sum's; the answer says this sentence, after the call if there is one. is_small_talk: the answer makes no call.
     """
     lost: str = ""
     search: str = ""
@@ -140,7 +140,7 @@ class Tools:
 
 @lru_cache(256)
 def found_by(library: Library, query: str, text: str) -> Passage | None:
-    """What `find` returns. An answer asks up to three times: before its call, for its result and for its place."""
+    """What `find` returns. The plan asks with the question; the call's words are asked for result, end and place."""
     try:
         return getattr(library, query)(text)
     except SearchFailed as error:

@@ -44,7 +44,8 @@ TERMS = 8
 CANDIDATES = 20
 # A passage answers a question only if it has more than this share of the question's weight.
 ENOUGH = 0.5
-# The share by which a question's last telling word, mostly its subject, counts more there: it decides about halves.
+# The share by which a question's last telling word, mostly its subject, counts more in that comparison: it decides
+# about halves.
 LAST = 0.1
 # A stem weighs as much if at most every second passage has it.
 RARE = math.log(3)
@@ -60,7 +61,8 @@ FORM = "5"
 SIMILAR = 0.85
 # The most work of one `lookup` or `search`, in units of WORK_UNIT steps of SQLite's virtual machine: half a second to a
 # second of a core. Work, not time: a busy machine must find what an idle one finds. 300,000 passages that all have all
-# of a question's words take 450 units, and 840 with the comparison of titles.
+# of a question's words take 450 units, and 840 with the comparison of titles. A lookup that ends in a search may do it
+# twice.
 MOST_WORK = 1000
 WORK_UNIT = 10_000
 PUNCTUATION = "`*_'\"?!.,;: "  # around a title or a word
@@ -74,7 +76,7 @@ ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
 # Names of one module, compared by their last part: a shared "math." does not make names similar.
 ALIKE = """SELECT DISTINCT last FROM passages
 WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
-# FTS5's rank is BM25 made negative: smaller is better. `before` is the place of the previous passage.
+# FTS5's rank is BM25 made negative: smaller is better.
 RANKED = f"""SELECT one.title, one.text, one.place, about, sentence, rest, -best.score FROM
 (SELECT rowid AS id, rank AS score FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best
 JOIN passages AS one ON one.id = best.id JOIN stems ON stems.rowid = best.id

@@ -12,8 +12,8 @@ Extensions:
                           as `content`) replaces `content`, so a received message can be sent back.
     delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: more text of part k. OpenAI's Python
                           client appends it there, its JavaScript client does not. Text is in `content` as well
-    truncation            "auto": the oldest turns of a conversation are left out if the answer would lack room, a
-                          quarter of the context. System messages and the last question stay
+    truncation            "auto": the oldest turns of a conversation are left out if the answer would lack room:
+                          max_tokens, at most half of the context. System messages and the last question stay
     forgotten             in a chat's answer or chunk: how many messages were left out, if any
     context_length, max_tokens, temperature, top_k, examples, chat   in the list of models. examples: questions to
                           suggest; chat false: a base model, which continues the messages as one text

@@ -48,7 +48,10 @@ Chunks = AsyncIterator[Chunk]
 
 @dataclass(eq=False)
 class Request:
-    """What a client wants, n choices for each prompt, and what an engine has sent of it. Used in the event loop."""
+    """
+    What a client wants, n choices for each prompt, and what an engine has sent of it. `received` and `watcher` are the
+    event loop's; the engine's thread reads the rest.
+    """
     prompts: list[list[int]]
     sampling: SamplingParams
     n: int = 1

@@ -43,7 +43,7 @@ class Choice:
             if self.stop.found:
                 break
             new = self.detokenizer.add(token)
-            is_content = self.detokenizer.type == "text" and token not in self.detokenizer.starts
+            is_content = self.detokenizer.type == "text" and token not in self.detokenizer.specials
             if chunk.logprobs:
                 self.held.append(PlacedLogprob(chunk.logprobs[number], is_content, self.written))
             self.written += sum(len(delta.text) for delta in new)

@@ -2,7 +2,7 @@
 A model that answers many requests: its engine decodes for all of them in a thread, and the event loop gets the tokens.
 
     event loop                                       the engine's thread
-    model.submit(request)                -- inbox -->  engine.add
+    model.submit(request)                -- inbox -->  engine.add: its plan may search the library, and all wait
                                                        engine.step: one token for every choice, again and again
     async for chunk in request.chunks()  <-- loop ---  every 40 ms: the tokens since the last chunks
     request.end(error)                   -- inbox -->  engine.remove
