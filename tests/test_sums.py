@@ -180,3 +180,10 @@ def test_a_quotation_that_has_no_room_ends_with_length(monkeypatch, room, said, 
     text, answer = answered(monkeypatch, "How much is the rent?", [
         CALL, *TOKENIZER.encode('search(" rent")'), CALLED, *whole], Notes(), max_tokens=room)
     assert text.startswith(said) and answer.finish_reason == reason
+
+
+def test_digits_that_are_quoted_may_repeat_themselves(monkeypatch):
+    notes = Notes()
+    notes.text = f"The rent is{' 0,' * 20} 1."
+    text, answer = answered(monkeypatch, "How much is the rent?", TOKENIZER.encode(notes.text), notes)
+    assert (text, answer.finish_reason) == (notes.text, "stop")
