@@ -360,7 +360,7 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for(base_
     # RL's hours follow from its steps: a GPU samples 32 answers of each at a time, a tenth more in evaluations. Then
     # 2 x 900 and 2,800 answers, 32 at a time; 40 million tokens and 500,000 conversations of 1,100 of other stages, 30
     # million of evaluations, and what RL trains on; 0.4 hours.
-    for longest, slower, printed in (150, 1, "2.4 to "), (256, 1.2 / 1.13, " to 2.8 hours: "):
+    for longest, slower, printed in (150, 1, " 2.4–"), (256, 1.2 / 1.13, "–2.8 hours: "):
         decoded = (1.1 * 467 + 4600 / 8 / 32) * longest * 0.0224 / 3600
         others = (4e7 + 500_000 * 1100 + 3e7 + 467 * 256 * 300) / 2**20 * later / 3600
         assert f"{slower * (hours + others) + decoded + 0.4:.1f}" in printed and printed in shown
@@ -424,7 +424,7 @@ def test_all_stages_end_in_the_hours(choose, tmp_path):
                  for depth in SIZES if depth < 22 for ratio, steps in LENGTHS}
         depth, ratio, steps = best = max(found for found in costs if costs[found].most <= hours)
         assert f" DEPTH={depth} ROWS=32 " in line and f" RATIO={ratio:g} " in line and f" RL={steps} " in line
-        assert f" to {costs[best].most:.1f} hours: pretraining " in printed
+        assert f"–{costs[best].most:.1f} hours: pretraining " in printed
         assert costs[best].stages["pretraining"][1] >= share * costs[best].most
         assert choose(gpus=1, peak=1e12)[0] == line
         (tmp_path / "gpus").unlink()
